@@ -1,0 +1,1 @@
+"""Checkpoints on disk or on the hub: index, reading, writing, repack, verify."""

@@ -1,0 +1,1 @@
+"""Hosts: the only package that imports vLLM, Transformers or SGLang."""
