@@ -41,6 +41,10 @@ class Prepared:
         scales: per-group scales, never narrowed.
         zeros: per-group zero points in that backend's dtype, None when symmetric.
         g_idx: act-order index in that backend's meaning, None when groups are sequential.
+        counters: int32, all zero between calls, None where a backend needs none. Split-K kernels count arrivals in them
+            and reset them. They belong to the weight, not to a stream or a call: a CUDA graph may hold them, no call
+            pays for clearing them, and two layers on two streams cannot meet in them. (One layer must not run on two
+            streams at once.)
         K: in_features.
         N: out_features.
         group_size: rows in a group.
@@ -51,18 +55,21 @@ class Prepared:
     scales: Tensor
     zeros: Tensor | None
     g_idx: Tensor | None
+    counters: Tensor | None
     K: int
     N: int
     group_size: int
 
     def nbytes(self) -> int:
         """Bytes held."""
-        held = (self.qweight, self.scales, self.zeros, self.g_idx)
+        held = (self.qweight, self.scales, self.zeros, self.g_idx, self.counters)
         return sum(t.numel() * t.element_size() for t in held if t is not None)
 
 
-Apply = Callable[[Tensor, Tensor, Tensor, "Tensor | None", "Tensor | None", "Tensor | None", int, int], Tensor]
-"""(x [M, K], qweight, scales, zeros, g_idx, bias, N, group_size) -> [M, N] in x's dtype."""
+Apply = Callable[
+    [Tensor, Tensor, Tensor, "Tensor | None", "Tensor | None", "Tensor | None", "Tensor | None", int, int], Tensor
+]
+"""(x [M, K], qweight, scales, zeros, g_idx, counters, bias, N, group_size) -> [M, N] in x's dtype."""
 
 
 @dataclass(frozen=True)

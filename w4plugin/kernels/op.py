@@ -21,7 +21,7 @@ from w4plugin.tensor import W4Tensor
 
 NAMESPACE = "w4plugin"
 SCHEMA = (
-    "w4a16_linear(Tensor x, Tensor qweight, Tensor scales, Tensor? zeros, Tensor? g_idx, Tensor? bias,"
+    "w4a16_linear(Tensor x, Tensor qweight, Tensor scales, Tensor? zeros, Tensor? g_idx, Tensor? counters, Tensor? bias,"
     " int n, int group_size, str backend) -> Tensor"
 )
 
@@ -54,7 +54,16 @@ def linear(x: Tensor, weight: Prepared, bias: Tensor | None = None) -> Tensor:
         UsageError: x or bias does not fit the weight.
     """
     return torch.ops.w4plugin.w4a16_linear(  # type: ignore[no-any-return]
-        x, weight.qweight, weight.scales, weight.zeros, weight.g_idx, bias, weight.N, weight.group_size, weight.backend
+        x,
+        weight.qweight,
+        weight.scales,
+        weight.zeros,
+        weight.g_idx,
+        weight.counters,
+        bias,
+        weight.N,
+        weight.group_size,
+        weight.backend,
     )
 
 
@@ -71,6 +80,7 @@ def _impl(
     scales: Tensor,
     zeros: Tensor | None,
     g_idx: Tensor | None,
+    counters: Tensor | None,
     bias: Tensor | None,
     n: int,
     group_size: int,
@@ -78,7 +88,7 @@ def _impl(
 ) -> Tensor:
     _check(x, scales, bias, n)
     flat = x.reshape(-1, x.shape[-1])
-    out = registry.get(backend).apply(flat, qweight, scales, zeros, g_idx, bias, n, group_size)
+    out = registry.get(backend).apply(flat, qweight, scales, zeros, g_idx, counters, bias, n, group_size)
     return out.reshape(*x.shape[:-1], n)
 
 
@@ -88,6 +98,7 @@ def _fake(
     scales: Tensor,
     zeros: Tensor | None,
     g_idx: Tensor | None,
+    counters: Tensor | None,
     bias: Tensor | None,
     n: int,
     group_size: int,

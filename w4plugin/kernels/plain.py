@@ -19,7 +19,7 @@ def why_not(target: Target, weight: W4Tensor | None) -> str | None:
 
 def prepare(w: W4Tensor) -> Prepared:
     """The sequential order itself."""
-    return Prepared("plain", w.qweight, w.scales, w.zeros, w.g_idx, w.K, w.N, w.group_size)
+    return Prepared("plain", w.qweight, w.scales, w.zeros, w.g_idx, None, w.K, w.N, w.group_size)
 
 
 def restore(p: Prepared) -> W4Tensor:
@@ -32,6 +32,7 @@ def apply(
     scales: Tensor,
     zeros: Tensor | None,
     g_idx: Tensor | None,
+    counters: Tensor | None,
     bias: Tensor | None,
     n: int,
     group_size: int,
