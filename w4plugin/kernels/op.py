@@ -21,8 +21,8 @@ from w4plugin.tensor import W4Tensor
 
 NAMESPACE = "w4plugin"
 SCHEMA = (
-    "w4a16_linear(Tensor x, Tensor qweight, Tensor scales, Tensor? zeros, Tensor? g_idx, Tensor? counters, Tensor? bias,"
-    " int n, int group_size, str backend) -> Tensor"
+    "w4a16_linear(Tensor x, Tensor qweight, Tensor scales, Tensor? zeros, Tensor? g_idx, Tensor? counters,"
+    " Tensor? bias, int n, int group_size, str backend) -> Tensor"
 )
 
 
