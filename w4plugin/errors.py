@@ -30,6 +30,10 @@ class W4Error(Exception):
         line = f"{self.where}: got {self.got}; wanted {self.wanted}"
         return f"{line}. {self.todo}" if self.todo else line
 
+    def at(self, where: str) -> W4Error:
+        """The same error, with the place that contains it named first."""
+        return type(self)(f"{where}: {self.where}", got=self.got, wanted=self.wanted, todo=self.todo)
+
     def __reduce__(self) -> tuple[object, ...]:  # keyword-only arguments do not survive the default pickling
         return (_rebuild, (type(self), self.where, self.got, self.wanted, self.todo))
 
