@@ -15,7 +15,7 @@ from safetensors.torch import load_file, save_file
 from w4plugin.checkpoint.header import DTYPE_BITS, MAX_HEADER, encode_header, nbytes, read_header
 from w4plugin.checkpoint.pickled import TORCH_DTYPE
 from w4plugin.checkpoint.writer import ShardWriter, tensor_bytes
-from w4plugin.errors import CorruptError, StorageError, UnsafeError, UnsupportedError, W4Error
+from w4plugin.errors import CorruptError, StorageError, UnsafeError, UnsupportedError
 
 
 def write(path: Path, header: dict | str | bytes, data: bytes = b"") -> Path:
@@ -208,7 +208,6 @@ def test_mutated_headers_raise_only_our_errors(tmp_path_factory: pytest.TempPath
     path.write_bytes(raw[:cut])
     try:
         header = read_header(path)
-    except W4Error as fault:
-        assert fault.exit_code in (3, 4)
-    else:
-        assert sum(s.stop - s.start for s in header.spans.values()) == header.size - len(header.raw)
+    except (CorruptError, UnsupportedError):
+        return
+    assert sum(s.stop - s.start for s in header.spans.values()) == header.size - len(header.raw)

@@ -75,8 +75,8 @@ def test_two_indexes(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     "name",
-    ["../x.safetensors", "/abs.safetensors", "a/../../x.safetensors", "a/x.safetensors", "..", ".", "", "x\0.safetensors",
-     "..\\x.safetensors", " x.safetensors", "x.safetensors\n"],
+    ["../x.safetensors", "/abs.safetensors", "a/../../x.safetensors", "a/x.safetensors", "..", ".", "",
+     "x\0.safetensors", "..\\x.safetensors", " x.safetensors", "x.safetensors\n"],
 )  # fmt: skip
 def test_h3_names_that_are_paths(tmp_path: Path, name: str) -> None:
     folder = tmp_path / "model"
@@ -116,7 +116,7 @@ def test_h8_shard_named_in_the_index_is_absent(tmp_path: Path) -> None:
 
 def test_h8_a_part_is_missing_without_an_index(tmp_path: Path) -> None:
     touch(tmp_path, "model-00001-of-00003.safetensors", "model-00003-of-00003.safetensors")
-    with pytest.raises(CorruptError, match="2 of 3 files model-.*also part 2"):
+    with pytest.raises(CorruptError, match=r"2 of 3 files model-.*also part 2"):
         find(tmp_path)
 
 
