@@ -1,0 +1,141 @@
+"""The quantisation config that vLLM makes of a checkpoint, and through which it asks for every layer's method."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from vllm.model_executor.layers.linear import LinearBase, UnquantizedLinearMethod
+from vllm.model_executor.layers.quantization.base_config import QuantizationConfig, QuantizeMethodBase
+from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead, VocabParallelEmbedding
+from vllm.model_executor.models.utils import WeightsMapper
+
+from w4plugin.errors import CorruptError, UnsupportedError
+from w4plugin.quant_config import QuantConfig
+from w4plugin.runtime.vllm import claim, versions
+from w4plugin.runtime.vllm.inventory import Inventory, Part
+from w4plugin.runtime.vllm.linear import W4LinearMethod
+
+
+class W4Config(QuantizationConfig):
+    """vLLM's view of one INT4 checkpoint.
+
+    Args:
+        config: what the checkpoint's own quantisation config says; an empty one when it has none.
+    """
+
+    def __init__(self, config: QuantConfig | None = None) -> None:
+        super().__init__()
+        self.config = config or QuantConfig()
+        self.inventory: Inventory | None = None
+
+    def __repr__(self) -> str:
+        return f"W4Config(method={self.config.method}, layout={self.config.layout}, bits={self.config.bits})"
+
+    @classmethod
+    def get_name(cls) -> str:
+        return versions.NAME
+
+    def get_supported_act_dtypes(self) -> list[torch.dtype]:
+        return [torch.float16, torch.bfloat16, torch.float32]
+
+    @classmethod
+    def get_min_capability(cls) -> int:
+        return 70  # the oldest that Triton compiles for; each backend says for itself what it needs
+
+    @staticmethod
+    def get_config_filenames() -> list[str]:
+        # none: a checkpoint without a config in config.json is read from its own files, see maybe_update_config
+        return []
+
+    @classmethod
+    def from_config(cls, config: dict[str, Any]) -> W4Config:
+        return cls(QuantConfig.from_dict(config))
+
+    @classmethod
+    def override_quantization_method(
+        cls, hf_quant_cfg: dict[str, Any], user_quant: str | None, hf_config: Any = None
+    ) -> str | None:
+        """Our name if this checkpoint is ours to serve, by the policy of :mod:`.claim`."""
+        return versions.NAME if claim.claims(hf_quant_cfg, user_quant, hf_config) else None
+
+    @staticmethod
+    def get_checkpoint_weight_mapper() -> WeightsMapper:
+        """All tensors, act-order indices included, which vLLM's own mapper drops."""
+        return WeightsMapper()
+
+    def maybe_update_config(self, model_name: str, hf_config: Any = None, revision: str | None = None) -> None:
+        """Read the checkpoint's headers; vLLM calls this while it checks its arguments, before any engine starts."""
+        revision = revision or getattr(hf_config, "_commit_hash", None)
+        self.inventory = Inventory.open(model_name, revision)
+        self.config = self.inventory.config
+        self.inventory.refuse_what_cannot_be_served(hf_config)
+        self._untie(hf_config)
+
+    def _untie(self, hf_config: Any) -> None:
+        """A packed head of its own is served even where config.json calls it tied to the embedding."""
+        assert self.inventory is not None
+        texts = [c for c in (hf_config, getattr(hf_config, "text_config", None)) if c is not None]
+        tied = [c for c in texts if getattr(c, "tie_word_embeddings", False)]
+        head = next((part for name, part in self.inventory.parts.items() if name.endswith("lm_head")), None)
+        if tied and head is not None and head.module is not None:
+            versions.logger().warning(
+                "%s: the file has a packed head, which is used although config.json says tie_word_embeddings",
+                head.name,
+            )
+            for config in tied:
+                config.tie_word_embeddings = False
+
+    def apply_vllm_mapper(self, hf_to_vllm_mapper: WeightsMapper) -> None:
+        self._opened().rename(hf_to_vllm_mapper)
+
+    def get_quant_method(self, layer: torch.nn.Module, prefix: str) -> QuantizeMethodBase | None:
+        if isinstance(layer, LinearBase):
+            return self._linear_method(prefix) or UnquantizedLinearMethod()
+        if isinstance(layer, ParallelLMHead):
+            return self._linear_method(prefix or "lm_head")
+        if isinstance(layer, VocabParallelEmbedding):
+            self._refuse_packed(prefix, "an embedding packed in 4 bits", "a plain embedding")
+        elif versions.is_routed_experts(layer):
+            self._refuse_packed(prefix, "experts packed in 4 bits", "plain experts")
+        return None
+
+    def _linear_method(self, prefix: str) -> W4LinearMethod | None:
+        """Ours for a layer with a packed weight; None for a plain layer, which stays vLLM's."""
+        inventory = self._opened()
+        parts = inventory.of_layer(prefix, self.packed_modules_mapping)
+        if any(part.module is not None for part in parts):
+            self._require(prefix, parts)
+            return W4LinearMethod(inventory, prefix, parts)
+        if not parts and inventory.expects(prefix):
+            raise CorruptError(
+                prefix,
+                got="no tensors for this layer",
+                wanted="its packed weight, as in the other layers",
+                todo="config.json asks for more layers than the checkpoint has",
+            )
+        return None
+
+    def _require(self, prefix: str, parts: list[Part]) -> None:
+        """Every weight of a packed layer is in the file; a model may use its keys as values (absent v)."""
+        absent = [part.name for i, part in enumerate(parts) if part.kind == "absent" and (len(parts), i) != (3, 2)]
+        if absent:
+            raise CorruptError(prefix, got=f"no tensors for {', '.join(absent)}", wanted="every weight of the layer")
+
+    def _refuse_packed(self, prefix: str, got: str, wanted: str) -> None:
+        inventory = self._opened()
+        own = inventory.parts.get(prefix)
+        names = ([own.name] if own is not None and own.module is not None else []) + inventory.packed_under(prefix)
+        if names:
+            todo = "`w4plugin dequantize` makes a plain checkpoint of this one"
+            raise UnsupportedError(names[0], got=got, wanted=wanted, todo=todo)
+
+    def _opened(self) -> Inventory:
+        if self.inventory is None:
+            raise UnsupportedError(
+                "w4plugin",
+                got="a vLLM that did not name the model's files",
+                wanted="a model folder or a hub id",
+                todo="copy the checkpoint to a folder and serve that",
+            )
+        return self.inventory

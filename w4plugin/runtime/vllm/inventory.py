@@ -1,0 +1,187 @@
+"""What a checkpoint holds, under the names that vLLM gives its layers.
+
+The checkpoint's headers say which modules are packed and which are plain; vLLM names layers after its own model code
+(``language_model.model.layers.0...``) and fuses some (``qkv_proj`` of q, k and v). An inventory keeps the first under
+the names of the second. It travels to every worker process with the quantisation config, so it holds headers only.
+"""
+
+from __future__ import annotations
+
+import functools
+import re
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import torch
+
+from w4plugin.checkpoint.checkpoint import Checkpoint
+from w4plugin.checkpoint.pickled import TORCH_DTYPE
+from w4plugin.errors import CorruptError, UnsupportedError
+from w4plugin.formats.format import Module
+from w4plugin.quant_config import QuantConfig
+from w4plugin.runtime.vllm import versions
+
+Kind = Literal["int4", "wide", "plain", "absent"]
+
+_NUMBER = re.compile(r"\.\d+(?=\.|$)")
+_EXPERT = re.compile(r"\.experts\.")
+_LAYER = re.compile(r"(?:language_model\.)?(?:model\.)?(?:language_model\.)?layers\.(\d+)\.")
+
+
+@dataclass(frozen=True)
+class Part:
+    """One weight of the checkpoint in a layer of vLLM.
+
+    Attributes:
+        name: the module's name in the checkpoint.
+        kind: "int4" packed in four bits, "wide" packed in another width, "plain" a floating-point weight, "absent".
+        module: of a packed part.
+        shape: (N, K) of a plain part.
+        dtypes: of each tensor that makes up the weight, by suffix; the bias is not among them, it is the layer's.
+    """
+
+    name: str
+    kind: Kind
+    module: Module | None = None
+    shape: tuple[int, ...] = ()
+    dtypes: Mapping[str, torch.dtype] = field(default_factory=dict)
+
+    @property
+    def N(self) -> int:  # noqa: N802
+        """out_features, 0 when absent."""
+        return self.module.N if self.module is not None else self.shape[0] if self.shape else 0
+
+
+@dataclass
+class Inventory:
+    """A checkpoint's modules by vLLM's names.
+
+    Attributes:
+        model: folder or hub id, as vLLM was given it.
+        revision: of a hub id.
+        config: what the checkpoint's config files say.
+        parts: by vLLM name, the packed modules and the plain weights.
+        biases: checkpoint names of the modules that have a ``bias`` in the file.
+    """
+
+    model: str
+    revision: str | None
+    config: QuantConfig
+    parts: dict[str, Part] = field(default_factory=dict)
+    biases: frozenset[str] = frozenset()
+
+    @staticmethod
+    def open(model: str, revision: str | None) -> Inventory:
+        """Read the headers of a model's files.
+
+        Raises:
+            W4Error: the model cannot be opened, a shard is missing, or a module is of a kind that cannot be served.
+        """
+        checkpoint = _checkpoint(model, revision)
+        census = checkpoint.census
+        found = Inventory(model, revision, checkpoint.quant_config)
+        found.biases = frozenset(n.removesuffix(".bias") for n in checkpoint.headers if n.endswith(".bias"))
+        kinds: list[tuple[Kind, tuple[Module, ...]]] = [("int4", census.modules), ("wide", census.other_width)]
+        for kind, modules in kinds:
+            for module in modules:
+                names = {suffix: name for suffix, name in module.tensors.items() if suffix != "bias"}
+                dtypes = {suffix: TORCH_DTYPE[checkpoint.headers[name].dtype] for suffix, name in names.items()}
+                found.parts[module.name] = Part(module.name, kind, module, dtypes=dtypes)
+        for name, header in checkpoint.headers.items():
+            owner, _, suffix = name.rpartition(".")
+            if suffix == "weight" and owner not in found.parts and len(header.shape) == 2:
+                dtypes = {"weight": TORCH_DTYPE[header.dtype]}
+                found.parts[owner] = Part(owner, "plain", shape=tuple(header.shape), dtypes=dtypes)
+        for note in (*checkpoint.notes, *census.notes):
+            if note.level != "info":
+                versions.logger().warning("%s", note)
+        return found
+
+    def rename(self, mapper: Any) -> None:
+        """Give the modules the names that a model's weight mapper gives their tensors."""
+        mapper = versions.renames_only(mapper)
+        self.parts = {_renamed(mapper, name): part for name, part in self.parts.items()}
+
+    def of_layer(self, prefix: str, packed: Mapping[str, list[str]]) -> list[Part]:
+        """The weights of one vLLM layer, in the order in which the layer fuses them.
+
+        Args:
+            prefix: vLLM's name of the layer.
+            packed: its ``packed_modules_mapping``, "qkv_proj" -> ["q_proj", "k_proj", "v_proj"].
+        """
+        if prefix in self.parts:
+            return [self.parts[prefix]]
+        parent, _, last = prefix.rpartition(".")
+        names = [f"{parent}.{name}" if parent else name for name in packed.get(last, [])]
+        found = [self.parts.get(name, Part(name, "absent")) for name in names]
+        return found if any(part.kind != "absent" for part in found) else []
+
+    def expects(self, prefix: str) -> bool:
+        """True when other layers of this kind (same name, other number) are packed in the checkpoint."""
+        pattern = _NUMBER.sub(".*", prefix)
+        return any(part.kind == "int4" and _NUMBER.sub(".*", name) == pattern for name, part in self.parts.items())
+
+    def packed_under(self, prefix: str) -> list[str]:
+        """Checkpoint names of the packed modules below a vLLM module."""
+        return [p.name for n, p in self.parts.items() if p.module is not None and n.startswith(prefix + ".")]
+
+    def tensor(self, name: str) -> torch.Tensor:
+        """One tensor of the file, by its full name there."""
+        return _checkpoint(self.model, self.revision).tensor(name)
+
+    def nonzero_biases(self, names: Iterable[str]) -> list[str]:
+        """Those of the modules (checkpoint names) whose bias in the file is not all zero."""
+        return [name for name in names if name in self.biases and bool(self.tensor(f"{name}.bias").any())]
+
+    def refuse_what_cannot_be_served(self, hf_config: Any) -> None:
+        """What the headers alone rule out, before an engine starts.
+
+        Raises:
+            UnsupportedError: a width without kernels, or packed experts.
+            CorruptError: more layers than config.json has.
+        """
+        for part in self.parts.values():
+            if part.kind == "wide" and part.module is not None and part.module.bits != 8:
+                raise UnsupportedError(
+                    part.name,
+                    got=f"a module of {part.module.bits} bits",
+                    wanted="4 bits, or 8 bits among modules of 4",
+                    todo="serve it with a method that has kernels for that width",
+                )
+            if part.module is not None and _EXPERT.search(part.name):
+                raise UnsupportedError(
+                    part.name,
+                    got="experts packed in 4 bits",
+                    wanted="plain experts",
+                    todo="`w4plugin dequantize` makes a plain checkpoint of this one",
+                )
+        self._refuse_more_layers(hf_config)
+
+    def _refuse_more_layers(self, hf_config: Any) -> None:
+        text = hf_config.get_text_config() if hasattr(hf_config, "get_text_config") else hf_config
+        layers = getattr(text, "num_hidden_layers", None)
+        if not isinstance(layers, int):
+            return
+        layers += getattr(text, "num_nextn_predict_layers", None) or 0
+        for part in self.parts.values():
+            found = _LAYER.match(part.name)
+            if part.module is not None and found is not None and int(found[1]) >= layers:
+                raise CorruptError(
+                    part.name,
+                    got=f"a layer {found[1]}",
+                    wanted=f"the {layers} layers of config.json",
+                    todo="config.json is of another model",
+                )
+
+
+@functools.lru_cache(maxsize=2)
+def _checkpoint(model: str, revision: str | None) -> Checkpoint:
+    """The opened checkpoint of this process; it holds no data."""
+    return Checkpoint.open(model, revision=revision)
+
+
+def _renamed(mapper: Any, name: str) -> str:
+    """Mappers speak of tensors ("lm_head." -> "language_model.lm_head."), so a tensor of the module is renamed."""
+    renamed = mapper.apply_list([f"{name}.weight"])
+    return renamed[0].rpartition(".")[0] if renamed else name

@@ -1,0 +1,184 @@
+"""The linear method: what vLLM calls to make a layer's parameters, and to multiply with them.
+
+A layer holds one weight of the checkpoint or several (q, k and v). Until they are loaded (:mod:`.loading`) its
+parameters are empty placeholders with the names of the file's tensors. After that, weights that one kernel call can
+hold are one; others (each its own act-order, a plain weight among packed ones) stay beside it and their outputs are
+laid side by side.
+"""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import Module as Layer
+from torch.nn import Parameter
+from vllm.config import get_current_vllm_config
+from vllm.model_executor.layers.linear import LinearMethodBase, register_weight_loader_v2_supported_method
+
+from w4plugin.errors import W4Error
+from w4plugin.kernels import prepare
+from w4plugin.runtime.vllm import fingerprint, versions
+from w4plugin.runtime.vllm.inventory import Inventory, Part
+from w4plugin.runtime.vllm.loading import Loading, Share
+from w4plugin.runtime.vllm.placement import ShardId
+from w4plugin.tensor import W4Tensor
+
+TENSORS = ("qweight", "scales", "zeros", "g_idx", "counters")
+"""The fields of a Prepared that are tensors, in the op's order; layers register them under these names."""
+
+
+@dataclass(frozen=True)
+class Piece:
+    """One multiplication of a layer.
+
+    Attributes:
+        names: the layer's parameter for each of TENSORS, None where the backend has none; of a plain weight, its one.
+        n: columns.
+        group_size, backend: as the op takes them; backend "" means a plain weight.
+    """
+
+    names: tuple[str | None, ...]
+    n: int
+    group_size: int = 0
+    backend: str = ""
+
+
+@register_weight_loader_v2_supported_method
+class W4LinearMethod(LinearMethodBase):
+    """Serves one layer of which at least one weight is packed.
+
+    Args:
+        inventory: of the checkpoint.
+        prefix: vLLM's name of the layer.
+        parts: its weights, in the order in which the layer fuses them.
+    """
+
+    def __init__(self, inventory: Inventory, prefix: str, parts: list[Part]) -> None:
+        self.inventory, self.prefix, self.parts = inventory, prefix, parts
+
+    def create_weights(
+        self,
+        layer: Layer,
+        input_size_per_partition: int,
+        output_partition_sizes: list[int],
+        input_size: int,
+        output_size: int,
+        params_dtype: torch.dtype,
+        **extra: Any,
+    ) -> None:
+        vllm_config = get_current_vllm_config()
+        self.dummy = vllm_config.load_config.load_format == "dummy"
+        self.hash_into = vllm_config.additional_config
+        self.loading: Loading | None = Loading(
+            layer,
+            self.prefix,
+            self.inventory,
+            self.parts,
+            loader=extra["weight_loader"],
+            device=torch.get_default_device(),
+            dtype=params_dtype,
+            k=input_size,
+            k_layer=input_size_per_partition,
+            n_layer=sum(output_partition_sizes),
+        )
+        for suffix, dtype in self._placeholders().items():
+            empty = Parameter(torch.empty(0, dtype=dtype), requires_grad=False)
+            empty.weight_loader = functools.partial(self._receive, suffix)
+            layer.register_parameter(suffix, empty)
+
+    def _placeholders(self) -> dict[str, torch.dtype]:
+        """Suffixes of all tensors that will arrive, with the file's dtype: vLLM warns when a parameter's is another."""
+        return {suffix: dtype for part in self.parts for suffix, dtype in part.dtypes.items()}
+
+    def _receive(self, suffix: str, param: Parameter, loaded_weight: Tensor, shard_id: ShardId = None) -> None:
+        """The weight loader of a placeholder. Newer versions hang the shard id on the tensor."""
+        assert self.loading is not None
+        if shard_id is None:
+            shard_id = getattr(loaded_weight, "shard_id", None)
+        self.loading.receive(suffix, loaded_weight, shard_id)
+
+    def process_weights_after_loading(self, layer: Layer) -> None:
+        if self.loading is None:
+            return
+        shares = self.loading.noise() if self.dummy else self.loading.finished()
+        for suffix in self._placeholders():
+            delattr(layer, suffix)
+        pieces: list[Piece] = []
+        try:
+            while shares:
+                pieces.append(_register(layer, _merged(shares), len(pieces), self.loading))
+        except W4Error as error:
+            raise error.at(self.prefix) from error
+        layer.w4_pieces = tuple(pieces)
+        fingerprint.add(self.hash_into, self.prefix, layer.w4_pieces)
+        self._report_cost(pieces)
+        self.loading = None
+
+    def _report_cost(self, pieces: list[Piece]) -> None:
+        wide = [part.name for part in self.parts if part.kind == "wide"]
+        if wide:
+            versions.logger().warning(
+                "%s: 8-bit weights are served as 16-bit ones (twice their size): %s", self.prefix, ", ".join(wide)
+            )
+        elif len(pieces) > 1:
+            versions.logger().info(
+                "%s: %d multiplications instead of one, since its weights differ in act-order or packing",
+                self.prefix,
+                len(pieces),
+            )
+
+    def apply(self, layer: Layer, x: Tensor, bias: Tensor | None = None) -> Tensor:
+        pieces = layer.w4_pieces
+        if len(pieces) == 1:
+            return _multiply(layer, x, pieces[0], bias)
+        out = torch.cat([_multiply(layer, x, piece, None) for piece in pieces], -1)
+        return out if bias is None else out + bias
+
+
+def _multiply(layer: Layer, x: Tensor, piece: Piece, bias: Tensor | None) -> Tensor:
+    """x ``[..., K]`` times one piece of a layer -> ``[..., n]``."""
+    tensors = [None if name is None else getattr(layer, name) for name in piece.names]
+    if not piece.backend:
+        return torch.nn.functional.linear(x, tensors[0], bias)
+    return torch.ops.w4plugin.w4a16_linear(x, *tensors, bias, piece.n, piece.group_size, piece.backend)
+
+
+def _merged(shares: list[Share]) -> W4Tensor | Tensor:
+    """Take the first weights that can be one off the list, as one."""
+    taken = [shares.pop(0).weight]
+    while shares and _fit(taken[0], shares[0].weight):
+        taken.append(shares.pop(0).weight)
+    if len(taken) == 1:
+        return taken[0]
+    return W4Tensor.cat_n(taken) if isinstance(taken[0], W4Tensor) else torch.cat(taken)
+
+
+def _fit(first: W4Tensor | Tensor, other: W4Tensor | Tensor) -> bool:
+    """Whether the two can stand side by side in one multiplication."""
+    if not isinstance(first, W4Tensor) or not isinstance(other, W4Tensor):
+        return type(first) is type(other)
+    if first.scales.dtype != other.scales.dtype:
+        return False
+    if first.g_idx is None and other.g_idx is None:
+        return True
+    return first.G == other.G and torch.equal(first.groups(), other.groups())
+
+
+def _register(layer: Layer, weight: W4Tensor | Tensor, index: int, loading: Loading) -> Piece:
+    """Give a layer the parameters of one multiplication; the first one's have plain names, for which LoRA looks."""
+    tail = f"_{index}" if index else ""
+    if isinstance(weight, Tensor):
+        layer.register_parameter(f"weight{tail}", Parameter(weight, requires_grad=False))
+        return Piece((f"weight{tail}",), weight.shape[0])
+    ready = prepare(weight, dtype=loading.dtype, device=loading.device)
+    names: list[str | None] = []
+    for name in TENSORS:
+        tensor = getattr(ready, name)
+        names.append(None if tensor is None else name + tail)
+        if tensor is not None:
+            layer.register_parameter(name + tail, Parameter(tensor, requires_grad=False))
+    return Piece(tuple(names), ready.N, ready.group_size, ready.backend)

@@ -1,0 +1,178 @@
+"""Filling a layer: tensors of the file in, this rank's shares of decoded weights out.
+
+vLLM's loader hands over one tensor at a time, whole, in the order of the file. A weight is decoded, cut to this rank's
+share and put on the device as soon as its last tensor is there, so that memory holds the shares and what is not yet
+complete, never a second copy of the checkpoint.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from w4plugin.errors import CorruptError, UnsupportedError
+from w4plugin.formats.registry import read_module
+from w4plugin.packing import NIBBLES
+from w4plugin.runtime.vllm import eight_bit, placement, versions
+from w4plugin.runtime.vllm.inventory import Inventory, Part
+from w4plugin.runtime.vllm.placement import ShardId
+from w4plugin.tensor import W4Tensor
+
+OTHER_MODEL = "config.json is of another model"
+
+
+@dataclass(frozen=True)
+class Share:
+    """This rank's share of one weight: packed, or plain as ``[n, K]``, in columns ``start:stop`` of the layer."""
+
+    start: int
+    stop: int
+    weight: W4Tensor | Tensor
+
+
+@dataclass
+class Loading:
+    """A layer that is being filled.
+
+    Attributes:
+        layer: vLLM's layer.
+        prefix: its name.
+        inventory: of the checkpoint.
+        parts: the weights of the layer, in the order in which it fuses them.
+        loader: the layer's own weight loader, which knows where a weight goes.
+        device, dtype: of the layer's activations.
+        k, k_layer: rows of the whole weight, and of this rank.
+        n_layer: columns of this rank.
+        waiting: tensors of weights that are not complete, by weight.
+        shares: what is decoded, by weight.
+    """
+
+    layer: Any
+    prefix: str
+    inventory: Inventory
+    parts: list[Part]
+    loader: Callable[..., None]
+    device: torch.device
+    dtype: torch.dtype
+    k: int
+    k_layer: int
+    n_layer: int
+    waiting: dict[str, dict[str, Tensor]] = field(default_factory=dict)
+    shares: dict[str, Share] = field(default_factory=dict)
+
+    def receive(self, suffix: str, tensor: Tensor, shard_id: ShardId) -> None:
+        """Take one tensor of the file.
+
+        Raises:
+            CorruptError, UnsupportedError: with it a weight is complete that cannot be decoded or does not fit.
+        """
+        part = self.part(shard_id)
+        if suffix not in part.dtypes:
+            raise CorruptError(f"{part.name}.{suffix}", got="this tensor", wanted=f"only {', '.join(part.dtypes)}")
+        tensors = self.waiting.setdefault(part.name, {})
+        # a copy, since some loaders use the buffer that they hand over again
+        tensors[suffix] = tensor.detach().to(self.device, copy=True)
+        if len(tensors) == len(part.dtypes):
+            del self.waiting[part.name]
+            self.shares[part.name] = self._share(part, tensors, shard_id)
+
+    def part(self, shard_id: ShardId) -> Part:
+        """The weight that vLLM means by a shard id: its place among q, k, v, or its first column in the fused layer."""
+        if len(self.parts) == 1:
+            return self.parts[0]
+        if isinstance(shard_id, str) and shard_id in ("q", "k", "v"):
+            found = self.parts["qkv".index(shard_id)]
+            # a model that uses its keys as values sends the key weight twice
+            return replace(self.parts[1], name=found.name) if found.kind == "absent" and shard_id == "v" else found
+        if isinstance(shard_id, int) and len(self.parts) == len(self.layer.output_sizes):
+            return self.parts[shard_id]
+        if isinstance(shard_id, int | tuple):
+            column = sum(self.layer.output_sizes[: shard_id[0] if isinstance(shard_id, tuple) else shard_id])
+            for part in self.parts:
+                if column == 0:
+                    return part
+                column -= part.N
+        names = ", ".join(part.name for part in self.parts)
+        raise UnsupportedError(self.prefix, got=f"a weight for its shard {shard_id!r}", wanted=f"one of {names}")
+
+    def _share(self, part: Part, tensors: dict[str, Tensor], shard_id: ShardId) -> Share:
+        weight = self._decoded(part, tensors)
+        packed = isinstance(weight, W4Tensor)
+        n, k = (weight.N, weight.K) if packed else weight.shape
+        if k != self.k:
+            raise CorruptError(part.name, got=f"K = {k}", wanted=f"{self.k}, the architecture's", todo=OTHER_MODEL)
+        if self.k_layer != self.k:
+            if n != self.n_layer:
+                raise CorruptError(part.name, got=f"N = {n}", wanted=f"{self.n_layer}", todo=OTHER_MODEL)
+            first, last = placement.rows(self.layer, self.loader, self.k_layer, k, part.name)
+            return Share(0, n, weight.shard_k(first, last) if packed else weight[:, first:last].contiguous())
+        place = placement.columns(self.layer, self.loader, self.n_layer, n, shard_id, part.name)
+        return Share(place.start, place.stop, placement.cut(weight, place.source))
+
+    def _decoded(self, part: Part, tensors: dict[str, Tensor]) -> W4Tensor | Tensor:
+        """A weight as its tensors say: packed, or plain ``[N, K]`` in the layer's dtype."""
+        if part.module is None:
+            return tensors["weight"].to(self.dtype)
+        if part.kind == "wide":
+            return eight_bit.read(part.module, tensors, self.inventory.config).to(self.dtype)
+        decoded = read_module(part.module, tensors, self.inventory.config)
+        for note in decoded.notes:
+            if note.level != "info":
+                versions.logger().warning("%s", note)
+        if decoded.unfilled:
+            raise CorruptError(
+                part.name,
+                got="codes and scales that are all 0",
+                wanted="a layer that was filled before it was saved",
+                todo="quantise the model again; this layer would multiply everything to 0",
+            )
+        return decoded.weight
+
+    def finished(self) -> list[Share]:
+        """All shares, in the order of the layer's columns.
+
+        Raises:
+            CorruptError: a tensor is missing, or the weights leave columns of the layer empty.
+            UnsupportedError: the file has a bias for which the architecture has no place.
+        """
+        for part in self.parts:
+            if part.name not in self.shares:
+                arrived = self.waiting.get(part.name, {})
+                missing = [f"{part.name}.{suffix}" for suffix in part.dtypes or ("weight",) if suffix not in arrived]
+                raise CorruptError(self.prefix, got=f"no {', '.join(missing)}", wanted="every tensor of the layer")
+        shares = sorted(self.shares.values(), key=lambda share: share.start)
+        covered = 0
+        for share in shares:
+            covered = share.stop if share.start == covered else covered
+        if covered != self.n_layer:
+            wanted = f"{self.n_layer}, the architecture's"
+            raise CorruptError(self.prefix, got=f"{covered} columns in one run", wanted=wanted, todo=OTHER_MODEL)
+        self._check_bias()
+        self.shares.clear()
+        return shares
+
+    def _check_bias(self) -> None:
+        """vLLM drops a bias that its model has no place for; only one that is all zero may go that way."""
+        if getattr(self.layer, "bias", None) is not None:
+            return
+        for name in self.inventory.nonzero_biases(part.name for part in self.parts):
+            raise UnsupportedError(
+                f"{name}.bias",
+                got="a bias that is not zero",
+                wanted="none, since the architecture has no place for it",
+                todo="serve it with a model class that adds this bias; without it the output would be wrong",
+            )
+
+    def noise(self) -> list[Share]:
+        """A random weight of the layer's shape, for ``--load-format dummy``."""
+        size = next((p.module.group_size for p in self.parts if p.kind == "int4" and p.module is not None), None) or 128
+        codes = torch.randint(
+            -(2**31), 2**31 - 1, (self.k_layer // NIBBLES, self.n_layer), dtype=torch.int32, device=self.device
+        )
+        groups = -(-self.k_layer // size)
+        scales = torch.full((groups, self.n_layer), 1e-3, dtype=torch.float16, device=self.device)
+        return [Share(0, self.n_layer, W4Tensor(codes, scales, None, None, size))]

