@@ -46,11 +46,13 @@ def detect(candidate: Candidate) -> Found | None:
     bits = next((b for b in (4, 8, 2) if words * 32 == N * b), None)
     if bits is None or G > K:
         return None
-    if qzeros is not None and 0 not in qzeros.shape and qzeros.shape != (*lead, G, words):
+    expected = candidate.config.for_module(candidate.name)
+    if qzeros is None or 0 in qzeros.shape:
+        if not expected.sym:
+            return None
+    elif qzeros.shape != (*lead, G, words) or qzeros.dtype not in WORDS:
         return None
-    if qzeros is None and candidate.config.method not in ("awq", None):
-        return None
-    size, notes = size_from_shape(candidate.name, K, G, candidate.config.for_module(candidate.name))
+    size, notes = size_from_shape(candidate.name, K, G, expected)
     return Found(bits, K, N, size, lead[0] if lead else None, notes)
 
 

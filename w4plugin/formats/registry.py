@@ -15,12 +15,25 @@ from typing import Any
 from torch import Tensor
 
 from w4plugin.errors import UnsupportedError, UsageError
-from w4plugin.formats import awq, config_spelling, gptq
+from w4plugin.formats import (
+    awq,
+    awq_fast,
+    awq_gemv,
+    compressed_tensors,
+    config_spelling,
+    gptq,
+    gptq_v0,
+    marlin,
+)
 from w4plugin.formats.format import Candidate, Decoded, Format, Found, Layer, Module, RowShard
 from w4plugin.quant_config import QuantConfig
 from w4plugin.tensor import W4Tensor
 
 ENTRY_POINTS = "w4plugin.formats"
+
+ROUNDED = (
+    "read only: it stores rounded products; an original kernel may differ by half a unit in the last place of s * z"
+)
 
 
 def _gptq(candidate: Candidate) -> Found | None:
@@ -32,6 +45,16 @@ def _auto_round(candidate: Candidate) -> Found | None:
 
 
 BUILT_IN: tuple[Format, ...] = (
+    Format(
+        name="awq-gemv",
+        title="AWQ GEMV, and llm-awq v1",
+        producers="AutoAWQ, llm-awq 2023-09 to 2024-02",
+        suffixes=awq_gemv.SUFFIXES,
+        key=frozenset({"qweight"}),
+        detect=awq_gemv.detect,
+        read=awq_gemv.read,
+        limits="read only: its kernels exist in AutoAWQ alone",
+    ),
     Format(
         name="auto-round",
         title="AutoRound's own packing of GPTQ tensors",
@@ -78,6 +101,71 @@ BUILT_IN: tuple[Format, ...] = (
         write=awq.write,
         config=config_spelling.awq,
         limits="written without act-order, N a multiple of 8, whole groups of one size, float16 scales",
+    ),
+    Format(
+        name="compressed-tensors",
+        title="compressed-tensors pack-quantized W4A16",
+        producers="llm-compressor, compressed-tensors, AutoRound",
+        suffixes=compressed_tensors.SUFFIXES,
+        key=frozenset({"weight_packed"}),
+        detect=compressed_tensors.detect,
+        read=compressed_tensors.read,
+        write=compressed_tensors.write,
+        config=config_spelling.compressed_tensors,
+        limits="written in whole groups; act-order only loads in versions before August 2026",
+    ),
+    Format(
+        name="awq-gemv-fast",
+        title="AWQ GEMV_FAST",
+        producers="AutoAWQ, GPTQModel",
+        suffixes=awq_fast.SUFFIXES,
+        key=frozenset({"qweight"}),
+        detect=awq_fast.detect,
+        read=awq_fast.read,
+        limits=ROUNDED,
+        exact=False,
+    ),
+    Format(
+        name="llm-awq",
+        title="llm-awq v2",
+        producers="llm-awq since 2024-02",
+        suffixes=awq_fast.LLM_AWQ_SUFFIXES,
+        key=frozenset({"qweight"}),
+        detect=awq_fast.detect_llm_awq,
+        read=awq_fast.read,
+        limits=ROUNDED,
+        exact=False,
+    ),
+    Format(
+        name="awq-marlin",
+        title="AWQ serialised in Marlin's order",
+        producers="AutoAWQ",
+        suffixes=marlin.AWQ_SUFFIXES,
+        key=frozenset({"qweight"}),
+        detect=marlin.detect_awq,
+        read=marlin.read,
+        limits="read only: no current tool loads it",
+    ),
+    Format(
+        name="gptq-marlin",
+        title="GPTQ serialised in Marlin's order",
+        producers="AutoGPTQ <= 0.7.1, IST marlin",
+        suffixes=marlin.SUFFIXES,
+        key=frozenset({"B"}),
+        detect=marlin.detect,
+        read=marlin.read,
+        limits="read only: no current tool loads it",
+    ),
+    Format(
+        name="gptq-v0",
+        title="GPTQ of March 2023: one scale an output, products for zeros",
+        producers="GPTQ-for-LLaMa before 2023-03-20",
+        suffixes=gptq_v0.SUFFIXES,
+        key=frozenset({"qweight"}),
+        detect=gptq_v0.detect,
+        read=gptq_v0.read,
+        limits=ROUNDED,
+        exact=False,
     ),
 )
 
