@@ -130,7 +130,14 @@ class QuantConfig:
 
     def for_module(self, name: str) -> Expected:
         """What the config says about the module ``name``."""
-        return self.rules.expect(name, self._general)
+        if name not in self._expected:
+            self._expected[name] = self.rules.expect(name, self._general)
+        return self._expected[name]
+
+    @cached_property
+    def _expected(self) -> dict[str, Expected]:
+        """Answers given so far: readers ask several times about each module, and rules may be many."""
+        return {}
 
     @cached_property
     def _general(self) -> Expected:

@@ -154,9 +154,8 @@ def _gptq(tensors: Tensors, o: _Options, default: str) -> Exact:
     s = s[:, :N]
     rule = o.zeros or default
     words = tensors["qzeros"]
-    z: Array
     if rule == "symmetric" or words.size == 0:
-        z = np.full(s.shape, 8)
+        z: Array = np.full(s.shape, 8)
     elif rule == "true":
         z = along_columns(words, o.word_bits)[:, :N]
     elif rule == "minus-one":
@@ -173,7 +172,7 @@ def _gptq(tensors: Tensors, o: _Options, default: str) -> Exact:
 def _awq(tensors: Tensors, o: _Options) -> Exact:
     s = _wide(tensors["scales"])
     q = nibbles(tensors["qweight"])[..., UNDO_AWQ].reshape(tensors["qweight"].shape[0], -1)
-    z = np.full(s.shape, 8)
+    z: Array = np.full(s.shape, 8)
     if tensors.get("qzeros") is not None and tensors["qzeros"].size:
         z = nibbles(tensors["qzeros"])[..., UNDO_AWQ].reshape(s.shape[0], -1)
     return Exact(q, z, s, sequential(q.shape[0], s.shape[0], o.group_size))

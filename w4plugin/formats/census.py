@@ -6,12 +6,11 @@ The tensors decide. The config is asked where shapes leave a choice, and is then
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 
 from w4plugin.errors import CorruptError, UnsupportedError
-from w4plugin.formats import registry
+from w4plugin.formats import cross_check, refused, registry
 from w4plugin.formats.format import Candidate, Format, Module, TensorHeader
 from w4plugin.note import Note
 from w4plugin.quant_config import QuantConfig
@@ -55,15 +54,17 @@ def find_modules(headers: Mapping[str, TensorHeader], config: QuantConfig) -> Ce
     for full, header in headers.items():
         name, _, suffix = full.rpartition(".")
         under.setdefault(name, {})[suffix] = header
+    refused.refuse(config, under)
     found: list[Module] = []
-    notes: list[Note] = []
+    notes: list[Note] = list(config.notes)
     for name in sorted((n for n, h in under.items() if not keys.isdisjoint(h)), key=natural):
         module, more = _module(Candidate(name, under[name], config), known)
         found.append(module)
         notes += more
+    notes += cross_check.compare(config, found, under)
     owned = {full for module in found for full in module.tensors.values()}
     plain = tuple(full for full in headers if full not in owned)
-    plain_layers = tuple(sorted((n for n, h in under.items() if _is_layer(h)), key=natural))
+    plain_layers = tuple(sorted((n for n, h in under.items() if cross_check.is_layer(h)), key=natural))
     return Census(
         modules=tuple(m for m in found if m.bits == 4),
         other_width=tuple(m for m in found if m.bits != 4),
@@ -136,8 +137,3 @@ def _explain(candidate: Candidate) -> CorruptError | UnsupportedError:
             candidate.name or "checkpoint", got=shapes, wanted="the shapes of a known 4-bit format (w4plugin formats)"
         )
     return CorruptError(_full(candidate.name, missing), got=f"no such tensor beside {shapes}", wanted="it")
-
-
-def _is_layer(headers: Mapping[str, TensorHeader]) -> bool:
-    weight = headers.get("weight")
-    return weight is not None and len(weight.shape) == 2 and re.match("B?F", weight.dtype) is not None

@@ -131,7 +131,7 @@ def read(module: Module, tensors: Mapping[str, Tensor], config: QuantConfig, sha
                 got=str(list(stored_zeros.shape)),
                 wanted=f"{[*scales.shape[:-1], math.ceil(columns / 8)]}",
             )
-        nibbles = unpack(to_int32(stored_zeros, -1, _zero_word_bits(stored_zeros, bits), f"{name}.qzeros"), -1)
+        nibbles = unpack(to_int32(stored_zeros, -1, zero_word_bits(stored_zeros, bits), f"{name}.qzeros"), -1)
     else:
         nibbles = stored_zeros.new_empty((*scales.shape[:-1], 0), dtype=torch.uint8)
     zeros = zero_points.decode(name, nibbles, columns, lanes(bits), claim(module, config))
@@ -147,7 +147,7 @@ def word_bits(module: Module, qweight: Tensor) -> int:
     return {torch.int8: 8, torch.uint8: 8, torch.int16: 16, torch.uint16: 16}.get(qweight.dtype, 32)
 
 
-def _zero_word_bits(qzeros: Tensor, bits: int) -> int:
+def zero_word_bits(qzeros: Tensor, bits: int) -> int:
     """GPTQModel packs both tensors alike; a plain int32 qzeros beside other words is a 32-bit one."""
     return 32 if qzeros.dtype in (torch.int32, torch.uint32) else bits
 

@@ -83,7 +83,8 @@ def assemble(name: str, parts: Parts, expected: Expected, shard: RowShard | None
     g_idx: Tensor | None = None
     notes: tuple[Note, ...] = ()
     if parts.g_idx is not None:
-        g_idx, notes = _read_index(name, parts, G, K)
+        shape = (*parts.qweight.shape[:-2], K)
+        g_idx, notes = read_index(f"{name}.g_idx", parts.g_idx, shape, G, parts.unset)
     size, size_notes = _group_size(name, parts, g_idx, (first, K, total), expected)
     notes += size_notes
     lowest, groups = first // size, math.ceil(total / size)
@@ -114,11 +115,15 @@ def _sequential_weight(parts: Parts, size: int, rows: tuple[int, int], lowest: i
     return W4Tensor(parts.qweight, scales.contiguous(), None if zeros is None else zeros.contiguous(), g_idx, size)
 
 
-def _read_index(name: str, parts: Parts, G: int, K: int) -> tuple[Tensor | None, tuple[Note, ...]]:
-    """``g_idx`` as int32 with negative numbers resolved; None when it is only a placeholder."""
-    stored = parts.g_idx
-    assert stored is not None
-    where = f"{name}.g_idx"
+def read_index(
+    where: str, stored: Tensor, shape: tuple[int, ...], G: int, unset: int | None = None
+) -> tuple[Tensor | None, tuple[Note, ...]]:
+    """A stored ``g_idx`` as int32 with negative numbers resolved; None when it is only a placeholder.
+
+    Raises:
+        CorruptError: it counts rows that the weight does not hold, or names groups by fractions.
+    """
+    K = shape[-1]
     if stored.numel() == 0:
         return None, (Note("info", where, "empty; groups are sequential"),)
     if stored.shape[-1] > K:
@@ -129,15 +134,15 @@ def _read_index(name: str, parts: Parts, G: int, K: int) -> tuple[Tensor | None,
             wanted=f"{K}",
             todo=f"the packer dropped the last {missing} rows of the weight; quantise the model again",
         )
-    if stored.shape != (*parts.qweight.shape[:-2], K):
-        raise CorruptError(where, got=str(list(stored.shape)), wanted=str([*parts.qweight.shape[:-2], K]))
+    if stored.shape != shape:
+        raise CorruptError(where, got=str(list(stored.shape)), wanted=str(list(shape)))
     index = stored.to(torch.int64)
     if stored.is_floating_point() and not bool((index == stored).all()):
         raise CorruptError(where, got="fractions", wanted="whole numbers")
     if stored.dtype == torch.bool or stored.is_complex():
         raise CorruptError(where, got=str(stored.dtype), wanted="integers")
-    if parts.unset is not None and bool((index == parts.unset).any()):
-        return None, (Note("info", where, f"holds {parts.unset} (not initialised); groups are sequential"),)
+    if unset is not None and bool((index == unset).any()):
+        return None, (Note("info", where, f"holds {unset} (not initialised); groups are sequential"),)
     notes: tuple[Note, ...] = ()
     if bool((index < 0).any()):
         index = torch.where(index < 0, index + G, index)
@@ -167,15 +172,32 @@ def _group_size(
         size, notes = size_from_shape(name, total, G, expected)
     else:
         size, notes = size_from_shape(name, K, G, expected)
+    return _settled(name, g_idx, (first, K, total), G, size, notes, expected)
+
+
+def _settled(
+    name: str,
+    g_idx: Tensor | None,
+    rows: tuple[int, int, int],
+    G: int,
+    size: int | None,
+    notes: tuple[Note, ...],
+    expected: Expected,
+) -> tuple[int, tuple[Note, ...]]:
+    """The group size that shapes and config suggest, corrected by what ``g_idx`` spells.
+
+    Raises:
+        UnsupportedError: nothing fits.
+    """
+    first, K, total = rows
     if g_idx is not None:
         own = _uniform_size(g_idx)
         if own is not None and own != size and math.ceil(K / own) == G and (first, total) == (0, K):
             text = f"g_idx is sequential in groups of {own}, where the config and shapes suggest {size}; g_idx wins"
             return own, (Note("conflict", f"{name}.g_idx", text),)
         if size is None:  # with an explicit index the size only informs
-            size = math.ceil(total / G)
             text = f"no group size fits K = {total} and {G} groups; g_idx names each row's group"
-            notes = (Note("warning", name, text),)
+            return math.ceil(total / G), (Note("warning", name, text),)
     if size is None:
         said = "nothing" if expected.group_size is None else f"group_size {expected.group_size}"
         raise UnsupportedError(
@@ -185,6 +207,25 @@ def _group_size(
             todo="state the right group_size in the checkpoint's quantization_config",
         )
     return size, notes
+
+
+def group_index(
+    name: str, stored: Tensor | None, K: int, G: int, expected: Expected, device: torch.device
+) -> tuple[Tensor, tuple[Note, ...]]:
+    """int64 ``[K]``, the group of each row of a whole module, by the same rules as :func:`assemble`.
+
+    Raises:
+        CorruptError: ``g_idx`` does not fit.
+        UnsupportedError: no group size fits.
+    """
+    index, notes = (None, ()) if stored is None else read_index(f"{name}.g_idx", stored, (K,), G)
+    size, more = size_from_shape(name, K, G, expected)
+    size, more = _settled(name, index, (0, K, K), G, size, more, expected)
+    if index is None:
+        return torch.arange(K, device=device) // size, notes + more
+    if int(index.max()) >= G:
+        raise CorruptError(f"{name}.g_idx", got=f"group {int(index.max())}", wanted=f"0..{G - 1}, one for each scale")
+    return index.long(), notes + more
 
 
 def _uniform_size(g_idx: Tensor) -> int | None:

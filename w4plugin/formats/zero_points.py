@@ -21,16 +21,13 @@ from torch import Tensor
 
 from w4plugin.errors import CorruptError
 from w4plugin.note import Note
-from w4plugin.tensor import SYMMETRIC_ZERO
-
-TOP = 15
 
 
 class Zeros(NamedTuple):
     """Decoded zero points.
 
     Attributes:
-        zeros: uint8 ``[*E, G, N]``, None when every one is 8.
+        zeros: uint8 ``[*E, G, N]``, None when every one is the middle of its range (8 at 4 bits).
         rule: "true", "minus-one", "minus-one-carry" or "symmetric".
         notes: what decided.
     """
@@ -48,12 +45,24 @@ class Claim(NamedTuple):
         sym: True, False, or None when no config speaks.
         borrows: True when the producer subtracts from whole words.
         label: the label, for messages.
+        bits: width of a code.
     """
 
     true: bool
     sym: bool | None
     borrows: bool
     label: str
+    bits: int = 4
+
+    @property
+    def middle(self) -> int:
+        """The zero point of symmetric quantisation."""
+        return 1 << (self.bits - 1)
+
+    @property
+    def top(self) -> int:
+        """The largest code, which is how z - 1 looks for z = 0."""
+        return (1 << self.bits) - 1
 
 
 def decode(name: str, stored: Tensor, columns: int, lanes: int, claim: Claim) -> Zeros:
@@ -61,9 +70,9 @@ def decode(name: str, stored: Tensor, columns: int, lanes: int, claim: Claim) ->
 
     Args:
         name: module, for messages.
-        stored: uint8 ``[*E, G, C]`` unpacked nibbles; C may be below ``columns`` (missing words) or above (padding).
+        stored: uint8 ``[*E, G, C]`` unpacked codes; C may be below ``columns`` (missing words) or above (padding).
         columns: N.
-        lanes: nibbles in a word of the packer (8 for int32).
+        lanes: codes in a word of the packer (8 for int32 at 4 bits); 1 where words do not hold whole codes (3 bits).
         claim: what the config says.
 
     Raises:
@@ -75,17 +84,17 @@ def decode(name: str, stored: Tensor, columns: int, lanes: int, claim: Claim) ->
     nibbles = stored[..., :columns]
     if claim.sym is not False:
         level = _constant(nibbles)
-        if level in (SYMMETRIC_ZERO - 1, SYMMETRIC_ZERO):
+        if level is not None and level in (claim.middle - 1, claim.middle):
             return _symmetric(where, level, claim)
         if claim.sym:
-            text = "the config says symmetric, but the zero points are not all 8; they are read as stored"
+            text = f"the config says symmetric, but the zero points are not all {claim.middle}; they are read as stored"
             found = _asymmetric(where, stored, columns, lanes, claim)
             return found._replace(notes=(Note("conflict", where, text), *found.notes))
     return _asymmetric(where, stored, columns, lanes, claim)
 
 
 def _symmetric(where: str, level: int, claim: Claim) -> Zeros:
-    true = level == SYMMETRIC_ZERO
+    true = level == claim.middle
     rule = "true" if true else "minus-one"
     if true == claim.true:
         return Zeros(None, rule, ())
@@ -97,7 +106,7 @@ def _symmetric(where: str, level: int, claim: Claim) -> Zeros:
 def _missing(where: str, stored: Tensor, columns: int, claim: Claim) -> Zeros:
     have = stored.shape[-1] if stored.numel() else 0
     level = _constant(stored) if stored.numel() else None
-    if claim.sym is False or (stored.numel() and level not in (SYMMETRIC_ZERO - 1, SYMMETRIC_ZERO)):
+    if claim.sym is False or (stored.numel() and level not in (claim.middle - 1, claim.middle)):
         raise CorruptError(
             where,
             got=f"zero points for {have} of {columns} columns ({columns - have} columns missing)",
@@ -106,50 +115,52 @@ def _missing(where: str, stored: Tensor, columns: int, claim: Claim) -> Zeros:
         )
     if claim.sym is None and not stored.numel():
         raise CorruptError(where, got="no zero points and no config", wanted="a config that says sym = true")
-    text = f"zero points for {have} of {columns} columns; a symmetric module's are 8"
+    text = f"zero points for {have} of {columns} columns; a symmetric module's are {claim.middle}"
     return Zeros(None, "symmetric", (Note("info" if have == 0 else "warning", where, text),))
 
 
 def _asymmetric(where: str, stored: Tensor, columns: int, lanes: int, claim: Claim) -> Zeros:
     nibbles = stored[..., :columns]
     if claim.true:
-        return _plain(nibbles, "true", ())
-    if not bool((nibbles == TOP).any()):
-        return _plain(nibbles + 1, "minus-one", ())
-    count = int((nibbles == TOP).sum())
-    if claim.borrows:
-        text = f"{count} stored values of 15 stand for zero = 0 with a borrow from the next lane ({claim.label})"
-        return _plain(carried(stored, lanes)[..., :columns], "minus-one-carry", (Note("info", where, text),))
-    note = _wrap_note(where, nibbles, lanes, count)
-    return _plain((nibbles + 1) & TOP, "minus-one", (note,))
+        return _plain(nibbles, "true", (), claim)
+    count = int((nibbles == claim.top).sum())
+    if not count:
+        return _plain(nibbles + 1, "minus-one", (), claim)
+    if claim.borrows and lanes > 1:
+        text = f"{count} stored values of {claim.top} stand for zero = 0 with a borrow from the next ({claim.label})"
+        zeros = carried(stored, lanes, claim.bits)[..., :columns]
+        return _plain(zeros, "minus-one-carry", (Note("info", where, text),), claim)
+    note = _wrap_note(where, nibbles, lanes, count, claim.top)
+    return _plain((nibbles + 1) & claim.top, "minus-one", (note,), claim)
 
 
-def carried(stored: Tensor, lanes: int) -> Tensor:
-    """Add 1 to every nibble of each word as one integer: a nibble of 15 becomes 0 and carries into the next lane.
+def carried(stored: Tensor, lanes: int, bits: int = 4) -> Tensor:
+    """Add 1 to every code of each word as one integer: the largest code becomes 0 and carries into the next lane.
 
     Args:
-        stored: uint8 ``[..., C]``, C words' nibbles in a row.
-        lanes: nibbles in a word; the carry out of the last one is lost, as in integer arithmetic.
+        stored: uint8 ``[..., C]``, the codes of words in a row.
+        lanes: codes in a word; the carry out of the last one is lost, as in integer arithmetic.
+        bits: width of a code.
     """
     missing = -stored.shape[-1] % lanes
     padded = torch.nn.functional.pad(stored, (0, missing))
     words = padded.unflatten(-1, (-1, lanes))
     out = torch.empty_like(words)
-    carry = torch.zeros_like(words[..., 0])
+    carry = torch.zeros_like(words[..., 0], dtype=torch.int16)
     for j in range(lanes):
-        lane = words[..., j] + 1 + carry
-        out[..., j] = lane & TOP
-        carry = lane >> 4
+        lane = words[..., j].to(torch.int16) + 1 + carry
+        out[..., j] = lane & ((1 << bits) - 1)
+        carry = lane >> bits
     return out.flatten(-2)[..., : stored.shape[-1]]
 
 
-def _wrap_note(where: str, nibbles: Tensor, lanes: int, count: int) -> Note:
-    """What stored values of 15 mean when the producer is unknown; see the table above."""
+def _wrap_note(where: str, nibbles: Tensor, lanes: int, count: int, largest: int) -> Note:
+    """What stored values of 15 (the largest code) mean when the producer is unknown; see the table above."""
     missing = -nibbles.shape[-1] % lanes
     # padding copies the last real lane, so that a smear reaching the end of a short word still counts as one
     tail = nibbles[..., -1:].expand(*nibbles.shape[:-1], missing)
     words = torch.cat([nibbles, tail], -1).unflatten(-1, (-1, lanes))
-    top = words == TOP
+    top = words == largest
     started = top.cumsum(-1) > 0
     smeared = (started == top).all(-1) & top.any(-1)  # from the first 15 on, every lane is 15
     if bool((smeared | ~top.any(-1)).all()):
@@ -160,18 +171,18 @@ def _wrap_note(where: str, nibbles: Tensor, lanes: int, count: int) -> Note:
                 " (a zero of 0 overwrote the lanes above it); they are read as 0"
             )
             return Note("warning", where, text)
-        text = f"{count} stored values of 15 stand for zero = 0; none has a neighbour in its word that could tell more"
+        text = f"{count} stored values of {largest} stand for zero = 0; none has a lane above it to tell more"
         return Note("info", where, text)
     text = (
-        f"ambiguous: {count} stored values of 15, and no producer is named; read as zero = 0 nibble by nibble"
+        f"ambiguous: {count} stored values of {largest}, and no producer is named; each is read as zero = 0"
         " (a tool that subtracts from whole words would have borrowed from the next lane)"
     )
     return Note("warning", where, text)
 
 
-def _plain(zeros: Tensor, rule: str, notes: tuple[Note, ...]) -> Zeros:
-    """All zero points 8 is what symmetric means, whatever the config calls it."""
-    if bool((zeros == SYMMETRIC_ZERO).all()):
+def _plain(zeros: Tensor, rule: str, notes: tuple[Note, ...], claim: Claim) -> Zeros:
+    """All zero points in the middle is what symmetric means, whatever the config calls it."""
+    if bool((zeros == claim.middle).all()):
         return Zeros(None, rule, notes)
     return Zeros(zeros.contiguous(), rule, notes)
 
