@@ -165,7 +165,7 @@ def _activation_scales(under: Mapping[str, Mapping[str, TensorHeader]]) -> Itera
     """AWQ's ScaledActivation: a parameter that divides a GELU's output, and that most runtimes ignore."""
     names = [f"{n}.scales" for n, h in under.items() if n.rpartition(".")[2] == "act" and set(h) == {"scales"}]
     if names:
-        text = "scales of an activation, not of a weight; carried through, and right only in a runtime that divides by it"
+        text = "scales of an activation, not of a weight; carried through, and right only where a runtime divides"
         yield _note("warning", names, text)
 
 
