@@ -18,6 +18,7 @@ import torch
 from w4plugin.checkpoint.checkpoint import Checkpoint
 from w4plugin.checkpoint.pickled import TORCH_DTYPE
 from w4plugin.errors import CorruptError, UnsupportedError
+from w4plugin.formats import other_widths
 from w4plugin.formats.format import Module
 from w4plugin.quant_config import QuantConfig
 from w4plugin.runtime.vllm import versions
@@ -138,15 +139,22 @@ class Inventory:
         """What the headers alone rule out, before an engine starts.
 
         Raises:
-            UnsupportedError: a width without kernels, or packed experts.
+            UnsupportedError: no 4-bit module at all, a width that cannot be made plain, or packed experts.
             CorruptError: more layers than config.json has.
         """
+        if not any(part.kind == "int4" for part in self.parts.values()):
+            raise UnsupportedError(
+                self.model,
+                got="no module packed in 4 bits",
+                wanted="a 4-bit checkpoint",
+                todo="serve it without w4plugin",
+            )
         for part in self.parts.values():
-            if part.kind == "wide" and part.module is not None and part.module.bits != 8:
+            if part.kind == "wide" and part.module is not None and part.module.format not in other_widths.READABLE:
                 raise UnsupportedError(
                     part.name,
-                    got=f"a module of {part.module.bits} bits",
-                    wanted="4 bits, or 8 bits among modules of 4",
+                    got=f"{part.module.bits} bits in {part.module.format}",
+                    wanted="4 bits, or another width in GPTQ's layout",
                     todo="serve it with a method that has kernels for that width",
                 )
             if part.module is not None and _EXPERT.search(part.name):

@@ -119,12 +119,16 @@ class W4LinearMethod(LinearMethodBase):
         self.loading = None
 
     def _report_cost(self, pieces: list[Piece]) -> None:
-        wide = [part.name for part in self.parts if part.kind == "wide"]
-        if wide:
-            versions.logger().warning(
-                "%s: 8-bit weights are served as 16-bit ones (twice their size): %s", self.prefix, ", ".join(wide)
-            )
-        elif len(pieces) > 1:
+        for part in self.parts:
+            if part.kind == "wide" and part.module is not None:
+                versions.logger().warning(
+                    "%s: packed in %d bits, not 4; served as plain 16-bit weights, %.1f MB instead of %.1f",
+                    part.name,
+                    part.module.bits,
+                    part.module.N * part.module.K * 2 / 1e6,
+                    part.module.N * part.module.K * part.module.bits / 8e6,
+                )
+        if len(pieces) > 1:
             versions.logger().info(
                 "%s: %d multiplications instead of one, since its weights differ in act-order or packing",
                 self.prefix,

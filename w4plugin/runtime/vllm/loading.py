@@ -7,7 +7,7 @@ complete, never a second copy of the checkpoint.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -15,9 +15,11 @@ import torch
 from torch import Tensor
 
 from w4plugin.errors import CorruptError, UnsupportedError
+from w4plugin.formats import other_widths
 from w4plugin.formats.registry import read_module
+from w4plugin.note import Note
 from w4plugin.packing import NIBBLES
-from w4plugin.runtime.vllm import eight_bit, placement, versions
+from w4plugin.runtime.vllm import placement, versions
 from w4plugin.runtime.vllm.inventory import Inventory, Part
 from w4plugin.runtime.vllm.placement import ShardId
 from w4plugin.tensor import W4Tensor
@@ -118,11 +120,11 @@ class Loading:
         if part.module is None:
             return tensors["weight"].to(self.dtype)
         if part.kind == "wide":
-            return eight_bit.read(part.module, tensors, self.inventory.config).to(self.dtype)
+            plain = other_widths.dequantize(part.module, tensors, self.inventory.config, self.dtype)
+            _report(plain.notes)
+            return plain.weight
         decoded = read_module(part.module, tensors, self.inventory.config)
-        for note in decoded.notes:
-            if note.level != "info":
-                versions.logger().warning("%s", note)
+        _report(decoded.notes)
         if decoded.unfilled:
             raise CorruptError(
                 part.name,
@@ -176,3 +178,9 @@ class Loading:
         groups = -(-self.k_layer // size)
         scales = torch.full((groups, self.n_layer), 1e-3, dtype=torch.float16, device=self.device)
         return [Share(0, self.n_layer, W4Tensor(codes, scales, None, None, size))]
+
+
+def _report(notes: Iterable[Note]) -> None:
+    for note in notes:
+        if note.level != "info":
+            versions.logger().warning("%s", note)

@@ -24,9 +24,6 @@ FORMATS = {
 }
 """Layouts that vLLM's loader of each method reads, by our format names."""
 
-MARLIN_GROUPS = (-1, 32, 64, 128)
-"""Group sizes of the kernels that vLLM insists on for GPTQ and prefers for AWQ."""
-
 ROW_PARALLEL = ("o_proj", "down_proj", "out_proj", "wo", "w2", "c_proj", "dense", "dense_4h_to_h", "fc2")
 """Last names of layers that tensor parallelism cuts along K."""
 
@@ -105,21 +102,34 @@ def _act_order(config: QuantConfig, inventory: Inventory, modules: Mapping[str, 
 def _kernels(config: QuantConfig, inventory: Inventory, modules: Mapping[str, Module]) -> Iterator[str]:
     """A group size or a row shard that no kernel of vLLM's takes. N is not asked about: vLLM pads it."""
     ranks = versions.tensor_parallel_size()
-    asked: set[tuple[int, int, bool]] = set()
+    zero_points = config.sym is False and config.method != "gptq"
+    asked: set[tuple[int, int]] = set()
     for name, module in modules.items():
         size = module.group_size or module.K
         group = -1 if size == module.K else size
-        if config.method != "compressed-tensors" and group not in MARLIN_GROUPS:
-            yield f"vLLM has no kernels for groups of {size} ({name})"
         rows = module.K // ranks if name.rpartition(".")[2] in ROW_PARALLEL else module.K
         if module.K % ranks == 0 and group != -1 and rows % size:
             yield f"{rows} rows on each of {ranks} ranks are no multiple of its groups of {size} ({name})"
-        zero_points = config.sym is False and config.method != "gptq"
-        if (rows, group, zero_points) not in asked:
-            asked.add((rows, group, zero_points))
-            against = versions.linear_kernels(rows, 4096, group, zero_points, torch.float16)
-            if against and config.method != "awq":  # AWQ has kernels of its own besides
-                yield f"no kernel of vLLM takes {name}: {against[0]}"
+        if (rows, group) not in asked:
+            asked.add((rows, group))
+            if config.method != "compressed-tensors":
+                yield from _named(versions.marlin_refuses(4, group, zero_points), name)
+            if config.method != "awq":  # AWQ has kernels of its own besides
+                against = versions.linear_kernels(rows, 4096, group, zero_points, torch.float16)
+                yield from _named(against[0] if against else None, name)
+
+
+def _other_widths(config: QuantConfig, inventory: Inventory, modules: Mapping[str, Module]) -> Iterator[str]:
+    for part in inventory.parts.values():
+        if part.kind == "wide" and part.module is not None:
+            size = part.module.group_size or part.module.K
+            group = -1 if size == part.module.K else size
+            yield from _named(versions.marlin_refuses(part.module.bits, group, False), part.name)
+
+
+def _named(reason: str | None, name: str) -> Iterator[str]:
+    if reason is not None:
+        yield f"{reason} ({name})"
 
 
 def _skip_lists(config: QuantConfig, inventory: Inventory, modules: Mapping[str, Module]) -> Iterator[str]:
@@ -154,7 +164,17 @@ def _head(config: QuantConfig, inventory: Inventory, modules: Mapping[str, Modul
             yield f"vLLM cannot load a packed head whose vocabulary it pads ({module.N})"
 
 
-_RULES: tuple[Rule, ...] = (_layout, _missing_zeros, _skip_lists, _mixed, _head, _kernels, _asymmetry, _act_order)
+_RULES: tuple[Rule, ...] = (
+    _layout,
+    _missing_zeros,
+    _skip_lists,
+    _mixed,
+    _head,
+    _kernels,
+    _other_widths,
+    _asymmetry,
+    _act_order,
+)
 """Those that read tensors come last."""
 
 

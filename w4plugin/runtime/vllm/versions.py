@@ -96,6 +96,24 @@ def tensor_parallel_size() -> int:
     return 1
 
 
+def marlin_refuses(bits: int, group_size: int, zero_points: bool) -> str | None:
+    """Why vLLM's check for GPTQ and AWQ layers turns down a width or a group size (-1: one group); None if it does not.
+
+    The check is named after Marlin and is made on every platform, whichever kernel is chosen afterwards.
+    """
+    from vllm.model_executor.layers.quantization.utils.marlin_utils import verify_marlin_supported
+    from vllm.scalar_type import scalar_types
+
+    kinds = {(4, False): "uint4b8", (8, False): "uint8b128", (4, True): "uint4", (8, True): "uint8"}
+    if (bits, zero_points) not in kinds:
+        return f"vLLM has no {bits}-bit layers"
+    try:
+        verify_marlin_supported(getattr(scalar_types, kinds[bits, zero_points]), group_size, zero_points)
+    except ValueError as error:
+        return str(error).splitlines()[0]
+    return None
+
+
 def linear_kernels(rows: int, columns: int, group_size: int, zero_points: bool, dtype: Any) -> list[str]:
     """Why none of vLLM's own INT4 kernels takes a weight: each one's reason; empty when one does.
 
