@@ -32,6 +32,16 @@ class Target:
 
 
 @dataclass(frozen=True, eq=False)
+class Groups:
+    """The groups of a weight as it came, where ``prepare`` changed them: what only ``restore`` needs."""
+
+    scales: Tensor
+    zeros: Tensor | None
+    g_idx: Tensor | None
+    group_size: int
+
+
+@dataclass(frozen=True, eq=False)
 class Prepared:
     """A weight in the order one backend reads it; the fields are the op's arguments, which hosts may register.
 
@@ -48,6 +58,7 @@ class Prepared:
         K: in_features.
         N: out_features.
         group_size: rows in a group.
+        groups: the groups as they came, None where they are still the same.
     """
 
     backend: str
@@ -59,6 +70,7 @@ class Prepared:
     K: int
     N: int
     group_size: int
+    groups: Groups | None = None
 
     def nbytes(self) -> int:
         """Bytes held."""

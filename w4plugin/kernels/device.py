@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from contextlib import AbstractContextManager, nullcontext
 
 import torch
 
@@ -30,8 +31,20 @@ def arch(device: torch.device) -> str:
 
 @functools.cache
 def multiprocessors(device: torch.device) -> int:
-    """Streaming multiprocessors (compute units) of a GPU."""
+    """Streaming multiprocessors (compute units) of a GPU; 1 on the CPU."""
+    if device.type != "cuda":
+        return 1
     return int(torch.cuda.get_device_properties(device).multi_processor_count)
+
+
+def current(device: torch.device) -> AbstractContextManager[object]:
+    """Makes a GPU the current one, as launches want; free where it already is."""
+    if device.type != "cuda" or device.index == torch.cuda.current_device():
+        return _NOTHING
+    return torch.cuda.device(device)
+
+
+_NOTHING: AbstractContextManager[object] = nullcontext()
 
 
 @functools.cache

@@ -1,0 +1,394 @@
+"""The portable backend: Triton kernels for every GPU that Triton serves.
+
+Few rows of x run the fused kernel; many dequantise a bounded piece of the weight at a time and multiply it densely,
+since the tensor cores are then the limit and a dense library feeds them best. :mod:`.tiles` says which.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from w4plugin.errors import UsageError
+from w4plugin.kernels import device, tiles
+from w4plugin.kernels.backend import Backend, Groups, Prepared, Target
+from w4plugin.kernels.fragments import COLUMNS, ROWS, blocks, from_fragments, to_fragments
+from w4plugin.kernels.tiles import Problem, Tile
+from w4plugin.tensor import W4Tensor
+
+OLDEST_TRITON = (3, 6)
+SCRATCH = 128 * 2**20
+"""Bytes of dequantised weight that the two-phase path holds at a time."""
+
+
+# ---------------------------------------------------------------------------------------------------- choice
+
+
+def why_not(target: Target, weight: W4Tensor | None) -> str | None:
+    version = device.triton_version()
+    if version is None:
+        return "Triton is not installed"
+    if tuple(int(part) for part in version.split(".")[:2]) < OLDEST_TRITON:
+        return f"Triton {version} is older than 3.6"
+    if target.arch.startswith("sm_"):
+        if int(target.arch[3:]) < 80:
+            return f"{target.arch} is older than sm_80 and has no bfloat16 tensor cores"
+    elif not target.arch.startswith("gfx") and not (target.arch == "cpu" and interpreting()):
+        return f"no Triton kernels for {target.arch}"
+    if target.dtype not in (torch.float16, torch.bfloat16):
+        return f"activations are {_name(target.dtype)}, not float16 or bfloat16"
+    if weight is not None and max(weight.K * weight.N // 8, weight.G * weight.N) >= 2**31:
+        return f"K * N = {weight.K * weight.N} passes the kernels' 32-bit offsets"
+    return None
+
+
+def interpreting() -> bool:
+    """Whether Triton interprets kernels on the CPU, as the tests do."""
+    return os.environ.get("TRITON_INTERPRET") == "1"
+
+
+# ---------------------------------------------------------------------------------------------------- order
+
+
+def prepare(w: W4Tensor) -> Prepared:
+    """Fragment order; rows sorted by group where that makes groups regular.
+
+    ``g_idx`` of the result: ``[K]`` is the gather to apply to x (rows are sorted by group), ``[1, K]`` the group of
+    each row (groups too irregular to sort into runs of 16, or a group size that is no multiple of 16).
+    """
+    order, group_size, per_group = _regular(w)
+    by_row = group_size == 0
+    qweight, scales, zeros = w.qweight, w.scales, w.zeros
+    g_idx: Tensor | None = None
+    if by_row:
+        g_idx, group_size = w.groups().to(torch.int32)[None].contiguous(), w.group_size
+    elif w.g_idx is not None:
+        if order is not None:
+            from w4plugin.packing import pack, unpack
+
+            qweight = pack(unpack(qweight, 0).index_select(0, order), 0)
+            g_idx = order.to(torch.int32)
+        scales = scales.index_select(0, per_group)
+        zeros = None if zeros is None else zeros.index_select(0, per_group)
+    changed = w.g_idx is not None or by_row
+    return Prepared(
+        backend="portable",
+        qweight=to_fragments(qweight, None if zeros is None or by_row else zeros[-1]),
+        scales=_aligned(scales),
+        zeros=None if zeros is None else _aligned(zeros),
+        g_idx=g_idx,
+        counters=torch.zeros(tiles.COUNTERS, dtype=torch.int32, device=w.device),
+        K=w.K,
+        N=w.N,
+        group_size=group_size,
+        groups=Groups(w.scales, w.zeros, w.g_idx, w.group_size) if changed else None,
+    )
+
+
+def restore(p: Prepared) -> W4Tensor:
+    """The weight that :func:`prepare` was given."""
+    qweight = from_fragments(p.qweight, p.K, p.N)
+    if p.g_idx is not None and p.g_idx.ndim == 1:
+        from w4plugin.packing import pack, unpack
+
+        codes = torch.empty((p.K, p.N), dtype=torch.uint8, device=qweight.device)
+        codes[p.g_idx.long()] = unpack(qweight, 0)
+        qweight = pack(codes, 0)
+    if p.groups is None:
+        return W4Tensor(qweight, p.scales, p.zeros, None, p.group_size)
+    return W4Tensor(qweight, p.groups.scales, p.groups.zeros, p.groups.g_idx, p.groups.group_size)
+
+
+def _regular(w: W4Tensor) -> tuple[Tensor | None, int, Tensor]:
+    """How to cut K into equal runs of one group: (order of rows or None, rows in a run or 0, group of each run)."""
+    none = torch.empty(0, dtype=torch.long, device=w.device)
+    if w.g_idx is None:
+        size = w.group_size
+        return None, size if size >= w.K or size % 16 == 0 else 0, none
+    groups = w.groups()
+    order = torch.argsort(groups, stable=True)
+    ordered = groups[order]
+    sizes = dict.fromkeys([w.group_size, 128, 64, 32, 16])
+    for size in sizes:
+        if size % 16 and size < w.K:
+            continue
+        runs = ordered[::size]
+        if torch.equal(runs.repeat_interleave(size)[: w.K], ordered):
+            kept = None if bool((order[1:] > order[:-1]).all()) else order
+            return kept, size, runs
+    return None, 0, none
+
+
+def _aligned(t: Tensor) -> Tensor:
+    """Contiguous, and at a multiple of 16 bytes as the kernels' vector loads want."""
+    t = t.contiguous()
+    return t.clone() if t.data_ptr() % 16 else t
+
+
+# ---------------------------------------------------------------------------------------------------- launch
+
+
+@dataclass(frozen=True, eq=False)
+class _Plan:
+    """Everything about a call that stays while shapes, dtypes and the device stay.
+
+    Attributes:
+        grid: programs of the fused kernel.
+        constants: its constexpr arguments, in order.
+        runners: the compiled kernel by x's row stride, which Triton specialises on.
+    """
+
+    problem: Problem
+    tile: Tile | None
+    by_row: bool
+    grid: tuple[int, int, int]
+    constants: tuple[Any, ...]
+    runners: dict[int, Callable[..., None]] = field(default_factory=dict)
+
+
+_plans: dict[tuple[Any, ...], _Plan] = {}
+
+
+def apply(
+    x: Tensor,
+    qweight: Tensor,
+    scales: Tensor,
+    zeros: Tensor | None,
+    g_idx: Tensor | None,
+    counters: Tensor | None,
+    bias: Tensor | None,
+    n: int,
+    group_size: int,
+) -> Tensor:
+    """x ``[M, K]`` float16 or bfloat16 times a prepared weight -> ``[M, n]``."""
+    key = (
+        x.shape, x.dtype, x.device, qweight.shape, qweight.dtype, scales.shape, scales.dtype, n, group_size,
+        None if zeros is None else zeros.shape, None if g_idx is None else g_idx.shape, counters is None, bias is None,
+    )  # fmt: skip
+    plan = _plans.get(key)
+    if plan is None:
+        plan = _plans[key] = _new_plan(x, qweight, scales, zeros, g_idx, counters, bias, n, group_size)
+    if not x.numel():
+        return x.new_zeros((x.shape[0], n))
+    if g_idx is not None and not plan.by_row:
+        x = x.index_select(1, g_idx)
+    elif x.stride(1) != 1 or x.stride(0) % 8 or x.data_ptr() % 16:
+        x = x.clone(memory_format=torch.contiguous_format)
+    if plan.tile is None:
+        return _two_phase(x, qweight, scales, zeros, g_idx if plan.by_row else None, bias, n, group_size)
+    return _fused(plan, plan.tile, x, qweight, scales, zeros, g_idx if plan.by_row else None, counters, bias)
+
+
+def _new_plan(
+    x: Tensor,
+    qweight: Tensor,
+    scales: Tensor,
+    zeros: Tensor | None,
+    g_idx: Tensor | None,
+    counters: Tensor | None,
+    bias: Tensor | None,
+    n: int,
+    group_size: int,
+) -> _Plan:
+    m, k = x.shape
+    by_row = g_idx is not None and g_idx.ndim == 2
+    _check(x, qweight, scales, zeros, g_idx, n, group_size)
+    where = device.target(x.device, x.dtype)
+    group = 0 if by_row or group_size >= k else group_size
+    problem = Problem(max(m, 1), n, k, group, scales.dtype == x.dtype, where.arch, device.multiprocessors(where.device))
+    tile = tiles.choose(problem)
+    if tile is None:
+        return _Plan(problem, None, by_row, (0, 0, 0), ())
+    if counters is None:
+        tile = replace(tile, split=1)
+    grid = (blocks(m, tile.bm), blocks(n, tile.bn), tile.split)
+    constexprs = constants(problem, tile, asym=zeros is not None, by_row=by_row, bias=bias is not None)
+    return _Plan(problem, tile, by_row, grid, tuple(constexprs.values()))
+
+
+def constants(p: Problem, tile: Tile, *, asym: bool, by_row: bool, bias: bool) -> dict[str, Any]:
+    """The constexpr arguments of ``matmul_kernel``, in its order."""
+    return {
+        "BM": tile.bm,
+        "BN": tile.bn,
+        "UNROLL": tile.unroll,
+        "SPLIT": tile.split,
+        "STAGES": tile.stages,
+        "PREFETCH": tile.ahead,
+        "GROUP": p.group,
+        "SPAN": tiles.span(p.group, tile.unroll),
+        "ASYM": asym,
+        "ON_SUM": tile.on_sum and not by_row,
+        "BY_ROW": by_row,
+        "BIAS": bias,
+        "WHOLE_K": p.k % (ROWS * tile.unroll) == 0,
+        "WHOLE_N": p.n % tile.bn == 0,
+        "UNPACK": unpack_mode(p.arch),
+        "KW": 2 if by_row else slot_width(p.arch, tile),
+    }
+
+
+def unpack_mode(arch: str) -> str:
+    """How the kernels take nibbles apart: "asm", "shift", or "interpreter"."""
+    if interpreting():
+        return "interpreter"
+    return "asm" if arch.startswith("sm_") else "shift"
+
+
+def slot_width(arch: str, tile: Tile) -> int:
+    """K slots of a row that one thread holds in the dot operand that the compiler will choose: 2 for wgmma, 4 else.
+
+    Only speed hangs on it: where it is wrong, the compiler moves weights between threads.
+    """
+    return 2 if arch == "sm_90" and tile.warps % 4 == 0 and tile.bn >= 64 and tile.bm >= 16 else 4
+
+
+def _fused(
+    plan: _Plan,
+    tile: Tile,
+    x: Tensor,
+    qweight: Tensor,
+    scales: Tensor,
+    zeros: Tensor | None,
+    rows: Tensor | None,
+    counters: Tensor | None,
+    bias: Tensor | None,
+) -> Tensor:
+    p, grid = plan.problem, plan.grid
+    out = x.new_empty((p.m, p.n))
+    partial = None
+    if tile.split > 1:
+        size = grid[0] * grid[1] * tile.split * tile.bm * tile.bn
+        partial = torch.empty(size, dtype=torch.float32, device=x.device)
+    else:
+        counters = None
+    stride = x.stride(0) // 8
+    pointers = (x, qweight, scales, zeros, rows, bias, out, partial, counters)
+    sizes = (p.m, p.n, p.k, scales.shape[0], stride, qweight.shape[0], qweight.shape[1])
+    with device.current(x.device):
+        runner = plan.runners.get(stride)
+        if runner is not None:
+            addresses = tuple(None if t is None else t.data_ptr() for t in pointers)
+            if not any(a is not None and a % 16 for a in addresses):
+                runner(*addresses, *sizes, *plan.constants)
+                return out
+        from w4plugin.kernels.portable_kernels import matmul_kernel
+
+        compiled = matmul_kernel[grid](*pointers, *sizes, *plan.constants, num_warps=tile.warps, num_stages=tile.stages)
+        if compiled is not None and not any(t is not None and t.data_ptr() % 16 for t in pointers):
+            plan.runners[stride] = compiled[grid]  # skips Triton's binding of arguments, most of a call's time
+    return out
+
+
+# ---------------------------------------------------------------------------------------------------- dense
+
+
+def weight_t(
+    qweight: Tensor,
+    scales: Tensor,
+    zeros: Tensor | None,
+    rows: Tensor | None,
+    k: int,
+    group_size: int,
+    first: int,
+    columns: int,
+    dtype: torch.dtype,
+) -> Tensor:
+    """Columns ``first : first + columns`` of a prepared weight as rows, ``[columns, k]``; ``first`` a multiple of 16.
+
+    Values are those of ``W4Tensor.dequantize(dtype)``, rows of W in prepared order.
+    """
+    from w4plugin.kernels.portable_kernels import dequantize_kernel
+
+    out = torch.empty((columns, k), dtype=dtype, device=qweight.device)
+    group = 0 if rows is not None or group_size >= k else group_size
+    j = 4
+    grid = (qweight.shape[0], blocks(columns, COLUMNS * j))
+    with device.current(qweight.device):
+        dequantize_kernel[grid](
+            qweight, scales, zeros, rows, out, first // COLUMNS, scales.shape[1], first + columns, k, scales.shape[0],
+            qweight.shape[1], j, group, tiles.span(group, 1), zeros is not None, rows is not None,
+            unpack_mode(device.arch(qweight.device)), num_warps=4,
+        )  # fmt: skip
+    return out
+
+
+def _two_phase(
+    x: Tensor,
+    qweight: Tensor,
+    scales: Tensor,
+    zeros: Tensor | None,
+    rows: Tensor | None,
+    bias: Tensor | None,
+    n: int,
+    group_size: int,
+) -> Tensor:
+    k = x.shape[1]
+    columns = max(COLUMNS, SCRATCH // (2 * k) // 256 * 256)
+    if columns >= n:
+        w = weight_t(qweight, scales, zeros, rows, k, group_size, 0, n, x.dtype)
+        return torch.nn.functional.linear(x, w, bias)
+    out = x.new_empty((x.shape[0], n))
+    for first in range(0, n, columns):
+        last = min(first + columns, n)
+        w = weight_t(qweight, scales, zeros, rows, k, group_size, first, last - first, x.dtype)
+        part = out[:, first:last]
+        if bias is None:
+            torch.mm(x, w.t(), out=part)
+        else:
+            torch.addmm(bias[first:last], x, w.t(), out=part)
+    return out
+
+
+# ---------------------------------------------------------------------------------------------------- errors
+
+
+def _check(
+    x: Tensor, qweight: Tensor, scales: Tensor, zeros: Tensor | None, g_idx: Tensor | None, n: int, group_size: int
+) -> None:
+    k = x.shape[1]
+    if x.dtype not in (torch.float16, torch.bfloat16):
+        raise UsageError("w4a16_linear: x", got=_name(x.dtype), wanted="float16 or bfloat16")
+    wanted = [blocks(k, ROWS), blocks(n, COLUMNS), 128]
+    if qweight.dtype != torch.int32 or list(qweight.shape) != wanted or not qweight.is_contiguous():
+        kind = "contiguous" if qweight.is_contiguous() else "strided"
+        raise UsageError(
+            "w4a16_linear: qweight",
+            got=f"{kind} {_name(qweight.dtype)} {list(qweight.shape)}",
+            wanted=f"contiguous int32 {wanted} for x [{x.shape[0]}, {k}] and n = {n}",
+            todo="prepare() makes it.",
+        )
+    by_row = g_idx is not None and g_idx.ndim == 2
+    groups = scales.shape[0] if by_row else blocks(k, group_size)
+    if list(scales.shape) != [groups, n] or not scales.is_contiguous():
+        raise UsageError(
+            "w4a16_linear: scales",
+            got=f"{_name(scales.dtype)} {list(scales.shape)}",
+            wanted=f"contiguous {[groups, n]} for K = {k} and group_size = {group_size}",
+        )
+    if zeros is not None and (zeros.shape != scales.shape or zeros.dtype != torch.uint8 or not zeros.is_contiguous()):
+        raise UsageError(
+            "w4a16_linear: zeros",
+            got=f"{_name(zeros.dtype)} {list(zeros.shape)}",
+            wanted=f"contiguous uint8 {list(scales.shape)}, as scales",
+        )
+    if g_idx is not None and (g_idx.shape[-1] != k or g_idx.dtype != torch.int32):
+        raise UsageError(
+            "w4a16_linear: g_idx", got=f"{_name(g_idx.dtype)} {list(g_idx.shape)}", wanted=f"int32 [{k}], K of x"
+        )
+    held = {"qweight": qweight, "scales": scales, "zeros": zeros, "g_idx": g_idx}
+    elsewhere = {name: str(t.device) for name, t in held.items() if t is not None and t.device != x.device}
+    if elsewhere:
+        raise UsageError("w4a16_linear: devices", got=f"x on {x.device}, {elsewhere}", wanted="one device")
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+BACKEND = Backend("portable", why_not, prepare, restore, apply)
