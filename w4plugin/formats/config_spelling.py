@@ -97,7 +97,7 @@ def auto_round(layers: Sequence[Layer], plain: Sequence[str]) -> dict[str, Any]:
         "group_size": size,
         "packing_format": "auto_round",
         "quant_method": "auto-round",
-        "sym": False,  # true zeros are stored and must be read, even where all of them are 8
+        "sym": all(layer.sym for layer in layers),
     }
     return {**config, "extra_config": extra} if extra else config
 

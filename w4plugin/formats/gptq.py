@@ -29,7 +29,9 @@ from w4plugin.quant_config import QuantConfig
 from w4plugin.tensor import W4Tensor
 
 SUFFIXES = frozenset({"qweight", "qzeros", "scales", "g_idx"})
-WIDTHS = (4, 8, 2, 3)
+WIDTHS = (4, 8, 2, 3, 5, 6, 7)
+"""Widths of a code, those that leave no doubt first. GPTQModel writes 5 to 7 bits as planes ("gptq_p")."""
+
 PADDED_TO = 32
 """AutoGPTQ's exllama modules pad N to a multiple of this; its packer drops what lies beyond one."""
 

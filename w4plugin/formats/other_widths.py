@@ -1,9 +1,12 @@
-"""GPTQ modules of 2, 3 and 8 bits inside a 4-bit checkpoint -> plain weights.
+"""GPTQ modules of another width inside a 4-bit checkpoint -> plain weights.
 
 GPTQModel writes an 8-bit head for ``lm_head=True``, and ``dynamic`` rules set any width. Codes are one stream of bits
 along K, low bits first (a 3-bit code may begin in one word and end in the next), and zero points one along N:
 
     W[k, n] = (q[k, n] - zero[g, n]) * scale[g, n]        q in 0 .. 2**bits - 1
+
+GPTQModel's planar layout (``gptq_p``, and every module of 5, 6 or 7 bits) cuts each 32 codes into planes of 4, 2 and 1
+bits instead, the low plane first; at 2, 4 and 8 bits that is the same thing.
 
 These never become a W4Tensor: they stay packed as they are, or become plain.
 """
@@ -82,13 +85,45 @@ def dequantize(
     out = torch.empty((N, module.K), dtype=dtype, device=scales.device)
     for start in range(0, N, COLUMNS):
         cut = slice(start, min(N, start + COLUMNS))
-        weight = bit_stream(qweight[:, cut].mT, bits, module.K).to(exact)
+        weight = _codes(qweight[:, cut].mT, module, config, module.K).to(exact)
         weight -= true[:, cut].to(exact)[index].mT
         weight *= scales[:, cut].to(exact)[index].mT
         out[cut] = weight.to(dtype)
     if not bool(torch.isfinite(out).all()):
         raise UnsupportedError(f"{name}.weight", got=f"values beyond {dtype}", wanted="a wider dtype")
     return Plain(out, zeros.notes + notes)
+
+
+PLANES = {3: (2, 1), 5: (4, 1), 6: (4, 2), 7: (4, 2, 1)}
+"""Widths of the planes that hold a code, lowest bits first."""
+
+
+def _codes(words: Tensor, module: Module, config: QuantConfig, count: int) -> Tensor:
+    """int64 ``[..., count]`` codes of int32 words ``[..., R]``, in the layout of this module."""
+    planar = module.bits in (5, 6, 7) or "gptq_p" in (config.raw.get("checkpoint_format"), config.raw.get("format"))
+    if planar and module.bits in PLANES:
+        return bit_planes(words, PLANES[module.bits], count)
+    return bit_stream(words, module.bits, count)
+
+
+def bit_planes(words: Tensor, planes: tuple[int, ...], count: int) -> Tensor:
+    """``count`` codes along the last axis of int32 words that hold 32 codes as planes.
+
+    Args:
+        words: int32 ``[..., R]``, R a multiple of the sum of ``planes``.
+        planes: bits of each plane, the lowest bits of a code first.
+
+    Returns:
+        int64 ``[..., count]``.
+    """
+    blocks = words.unflatten(-1, (-1, sum(planes)))
+    out = torch.zeros((*blocks.shape[:-1], 32), dtype=torch.int64, device=words.device)
+    start = at = 0
+    for width in planes:
+        plane = bit_stream(blocks[..., at : at + width], width, 32)
+        out |= plane << start
+        start, at = start + width, at + width
+    return out.flatten(-2)[..., :count]
 
 
 def bit_stream(words: Tensor, bits: int, count: int) -> Tensor:
@@ -119,6 +154,6 @@ def _zeros(module: Module, stored: Tensor, scales: Tensor, config: QuantConfig) 
         raise CorruptError(f"{name}.qzeros", got=str(list(stored.shape)), wanted=f"{scales.shape[0]} rows")
     else:
         words = to_int32(stored, -1, word, f"{name}.qzeros")
-        codes = bit_stream(words, bits, words.shape[-1] * 32 // bits).to(torch.uint8)
-    # words of 32 bits hold no whole number of 3-bit codes, so nothing can be said about lanes there
-    return zero_points.decode(name, codes, N, 1 if bits == 3 else word // bits, claim)
+        codes = _codes(words, module, config, words.shape[-1] * 32 // bits).to(torch.uint8)
+    # words hold no whole number of codes at other widths, so nothing can be said about lanes there
+    return zero_points.decode(name, codes, N, word // bits if bits in (2, 4, 8) else 1, claim)
