@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from w4plugin.errors import CorruptError, UnsupportedError
-from w4plugin.formats.decoding import finish, floats, need
+from w4plugin.formats.decoding import finish, floats, need, words
 from w4plugin.formats.format import Candidate, Decoded, Found, Module, RowShard
 from w4plugin.formats.grouping import Parts, size_from_shape
 from w4plugin.formats.words import to_int32
@@ -42,15 +42,15 @@ def detect(candidate: Candidate) -> Found | None:
         return None
     if qweight.dtype not in WORDS or not scales.dtype.startswith(("F", "BF")) or 0 in scales.shape + qweight.shape:
         return None
-    (K, words), (G, N) = qweight.shape[-2:], scales.shape[-2:]
-    bits = next((b for b in (4, 8, 2) if words * 32 == N * b), None)
+    (K, columns), (G, N) = qweight.shape[-2:], scales.shape[-2:]
+    bits = next((b for b in (4, 8, 2) if columns * 32 == N * b), None)
     if bits is None or G > K:
         return None
     expected = candidate.config.for_module(candidate.name)
     if qzeros is None or 0 in qzeros.shape:
         if not expected.sym:
             return None
-    elif qzeros.shape != (*lead, G, words) or qzeros.dtype not in WORDS:
+    elif qzeros.shape != (*lead, G, columns) or qzeros.dtype not in WORDS:
         return None
     size, notes = size_from_shape(candidate.name, K, G, expected)
     return Found(bits, K, N, size, lead[0] if lead else None, notes)
@@ -65,16 +65,16 @@ def read(module: Module, tensors: Mapping[str, Tensor], config: QuantConfig, sha
     name = module.name
     stored, scales = need(module, tensors, "qweight", "scales")
     scales = floats(module, "scales", scales)
-    words = to_int32(stored, -1, 32, f"{name}.qweight")
-    N = scales.shape[-1]
-    if words.ndim != scales.ndim or words.shape[-1] * NIBBLES != N:
+    packed = to_int32(words(module, "qweight", stored), -1, 32, f"{name}.qweight")
+    K, N = packed.shape[-2], scales.shape[-1]
+    if packed.ndim != scales.ndim or packed.shape[-1] * NIBBLES != N:
         raise CorruptError(
-            f"{name}.qweight", got=str(list(words.shape)), wanted=f"[K, {N / NIBBLES:g}] for {N} columns"
+            f"{name}.qweight", got=str(list(packed.shape)), wanted=f"[K, {N / NIBBLES:g}] for {N} columns"
         )
-    if words.shape[-2] % NIBBLES:
-        raise UnsupportedError(name, got=f"K = {words.shape[-2]}", wanted="a multiple of 8")
+    if K % NIBBLES:
+        raise UnsupportedError(name, got=f"K = {K}", wanted="a multiple of 8")
     zeros, rule, notes = _zeros(name, tensors.get("qzeros"), scales, config)
-    parts = Parts(columns_to_rows(words, AWQ_ORDER), scales, zeros)
+    parts = Parts(columns_to_rows(packed, AWQ_ORDER), scales, zeros)
     return finish(module, parts, tensors, config, shard, rule, notes)
 
 
@@ -86,11 +86,10 @@ def _zeros(
         if config.for_module(name).sym is not True:
             raise CorruptError(where, got="no zero points", wanted="them, unless the config says zero_point: false")
         return None, "symmetric", (Note("info", where, "absent, and the config says zero_point: false: 8 everywhere"),)
-    words = to_int32(qzeros, -1, 32, where)
-    if words.shape != (*scales.shape[:-1], scales.shape[-1] // NIBBLES):
+    if qzeros.shape != (*scales.shape[:-1], scales.shape[-1] // NIBBLES):
         wanted = str([*scales.shape[:-1], scales.shape[-1] // NIBBLES])
-        raise CorruptError(where, got=str(list(words.shape)), wanted=wanted)
-    zeros = unpack(words, -1, AWQ_ORDER)
+        raise CorruptError(where, got=str(list(qzeros.shape)), wanted=wanted)
+    zeros = unpack(to_int32(qzeros, -1, 32, where), -1, AWQ_ORDER)
     if bool((zeros == SYMMETRIC_ZERO).all()):
         return None, "true", ()
     notes: tuple[Note, ...] = ()

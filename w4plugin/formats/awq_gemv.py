@@ -17,7 +17,7 @@ from torch import Tensor
 
 from w4plugin.errors import CorruptError
 from w4plugin.formats.awq_padding import PAD, size_from_padding, true_groups
-from w4plugin.formats.decoding import finish, floats, need
+from w4plugin.formats.decoding import finish, floats, need, words
 from w4plugin.formats.format import Candidate, Decoded, Found, Module, RowShard
 from w4plugin.formats.grouping import Parts
 from w4plugin.formats.words import to_int32
@@ -40,14 +40,14 @@ def detect(candidate: Candidate) -> Found | None:
     qweight, qzeros, scales = h["qweight"], h["qzeros"], h["scales"]
     if any(len(t.shape) != 2 or 0 in t.shape for t in (qweight, qzeros, scales)) or qweight.dtype not in ("I32", "I64"):
         return None
-    (N, words), W = qweight.shape, qzeros.shape[1]
+    (N, columns), W = qweight.shape, qzeros.shape[1]
     if qzeros.dtype not in ("I32", "I64") or not scales.dtype.startswith(("F", "BF")):
         return None
     if qzeros.shape[0] != N or scales.shape != (N, PAD * W):
         return None
-    if words == scales.shape[1] and candidate.config.method in ("gptq", "auto-round"):
+    if columns == scales.shape[1] and candidate.config.method in ("gptq", "auto-round"):
         return None
-    K = words * NIBBLES
+    K = columns * NIBBLES
     return Found(4, K, N, size_from_padding(K, W, candidate.config.for_module(candidate.name)))
 
 
@@ -60,19 +60,19 @@ def read(module: Module, tensors: Mapping[str, Tensor], config: QuantConfig, sha
     name = module.name
     stored, stored_zeros, scales = need(module, tensors, "qweight", "qzeros", "scales")
     scales = floats(module, "scales", scales)
-    words = to_int32(stored, -1, 32, f"{name}.qweight")
-    zero_words = to_int32(stored_zeros, -1, 32, f"{name}.qzeros")
+    packed = to_int32(words(module, "qweight", stored), -1, 32, f"{name}.qweight")
+    zero_words = to_int32(words(module, "qzeros", stored_zeros), -1, 32, f"{name}.qzeros")
     N = scales.shape[0]
-    if words.ndim != 2 or words.shape[0] != N or zero_words.shape != (N, scales.shape[1] // PAD):
+    if packed.ndim != 2 or packed.shape[0] != N or zero_words.shape != (N, scales.shape[1] // PAD):
         raise CorruptError(
             name,
-            got=f"qweight {list(words.shape)}, qzeros {list(zero_words.shape)}, scales {list(scales.shape)}",
+            got=f"qweight {list(packed.shape)}, qzeros {list(zero_words.shape)}, scales {list(scales.shape)}",
             wanted="[N, K/8], [N, W] and [N, 8 W]",
         )
-    K = words.shape[1] * NIBBLES if shard is None else shard.total
+    K = packed.shape[1] * NIBBLES if shard is None else shard.total
     G = true_groups(f"{name}.scales", scales.mT, K, config.for_module(name))
     zeros: Tensor | None = unpack(zero_words, -1)[:, :G].mT.contiguous()
     if zeros is not None and bool((zeros == SYMMETRIC_ZERO).all()):
         zeros = None
-    parts = Parts(words.mT.contiguous(), scales[:, :G].mT.contiguous(), zeros)
+    parts = Parts(packed.mT.contiguous(), scales[:, :G].mT.contiguous(), zeros)
     return finish(module, parts, tensors, config, shard, "true")

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from w4plugin.errors import CorruptError, UnsupportedError
-from w4plugin.formats.decoding import finish, floats, need
+from w4plugin.formats.decoding import finish, floats, need, words
 from w4plugin.formats.format import Candidate, Decoded, Found, Module, RowShard
 from w4plugin.formats.grouping import Parts, size_from_shape
 from w4plugin.formats.words import to_int32
@@ -44,18 +44,18 @@ def detect(candidate: Candidate) -> Found | None:
         return None
     if scale.shape[:-1] != packed.shape[:-1] or not scale.dtype.startswith(("F", "BF")) or scale.dtype.startswith("F8"):
         return None
-    (N, words), G = packed.shape[-2:], scale.shape[-1]
+    (N, columns), G = packed.shape[-2:], scale.shape[-1]
     expected = candidate.config.for_module(candidate.name)
 
     def fits(bits: int) -> bool:
-        size, notes = size_from_shape(candidate.name, words * 32 // bits, G, expected)
+        size, notes = size_from_shape(candidate.name, columns * 32 // bits, G, expected)
         return size is not None and not notes
 
     stated = expected.bits if expected.bits in (2, 4, 8) else 4
     bits = next((b for b in (stated, 4, 8, 2) if fits(b)), stated)
-    K = words * 32 // bits
+    K = columns * 32 // bits
     size = expected.group_size
-    if G > 1 and size is not None and size > 0 and math.ceil(G * size * bits / 32) == words:
+    if G > 1 and size is not None and size > 0 and math.ceil(G * size * bits / 32) == columns:
         K = G * size  # the format knows no short last group, so this is exact even inside a word
     size, notes = size_from_shape(candidate.name, K, G, expected)
     return Found(bits, K, N, size, lead[0] if lead else None, notes)
@@ -73,8 +73,8 @@ def read(module: Module, tensors: Mapping[str, Tensor], config: QuantConfig, sha
     name = module.name
     stored, scale = need(module, tensors, "weight_packed", "weight_scale")
     scale = floats(module, "weight_scale", scale)
-    packed = to_int32(stored, -1, 32, f"{name}.weight_packed")
-    if packed.shape[:-1] != scale.shape[:-1] or packed.shape[-1] == 0:
+    packed = to_int32(words(module, "weight_packed", stored), -1, 32, f"{name}.weight_packed")
+    if packed.shape[:-1] != scale.shape[:-1]:
         wanted = f"{[*scale.shape[:-1], 'K/8']}, as weight_scale has"
         raise CorruptError(f"{name}.weight_packed", got=str(list(packed.shape)), wanted=wanted)
     K = _true_k(name, packed, tensors.get("weight_shape"))
@@ -92,9 +92,9 @@ def read(module: Module, tensors: Mapping[str, Tensor], config: QuantConfig, sha
 
 
 def _true_k(name: str, packed: Tensor, shape: Tensor | None) -> int:
-    N, words = packed.shape[-2:]
+    N, columns = packed.shape[-2:]
     if shape is None:
-        return words * NIBBLES
+        return columns * NIBBLES
     where = f"{name}.weight_shape"
     if shape.is_floating_point() or shape.numel() == 0 or shape.ndim not in (1, 2):
         raise CorruptError(where, got=f"{shape.dtype} {list(shape.shape)}", wanted="whole numbers [N, K]")
@@ -102,9 +102,9 @@ def _true_k(name: str, packed: Tensor, shape: Tensor | None) -> int:
     row = rows.pop()
     if rows or len(row) not in (2, packed.ndim):
         raise CorruptError(where, got=str(shape.tolist())[:80], wanted="one pair N, K")
-    if row[-2] != N or math.ceil(row[-1] / NIBBLES) != words:
+    if row[-2] != N or math.ceil(row[-1] / NIBBLES) != columns:
         raise CorruptError(
-            where, got=f"{list(row)}", wanted=f"N = {N} and K up to {words * NIBBLES}, as weight_packed holds"
+            where, got=f"{list(row)}", wanted=f"N = {N} and K up to {columns * NIBBLES}, as weight_packed holds"
         )
     return int(row[-1])
 
@@ -120,14 +120,14 @@ def _zeros(
             raise CorruptError(where, got="no zero points", wanted="them, since the config says symmetric: false")
         return None, ()
     lead, (N, G) = scale.shape[:-2], scale.shape[-2:]
-    words = math.ceil(N / NIBBLES)
+    packed_rows = math.ceil(N / NIBBLES)
     notes: tuple[Note, ...] = ()
-    if stored.shape == (*lead, words, G) and stored.dtype in (torch.int32, torch.uint32):
+    if stored.shape == (*lead, packed_rows, G) and stored.dtype in (torch.int32, torch.uint32):
         zeros = unpack(to_int32(stored, -2, 32, where), -2)[..., :N, :]
     elif stored.shape == (*lead, N, G):
         zeros, notes = _unpacked(where, stored)
     else:
-        wanted = f"int32 {[*lead, words, G]}, or unpacked {[*lead, N, G]}"
+        wanted = f"int32 {[*lead, packed_rows, G]}, or unpacked {[*lead, N, G]}"
         raise CorruptError(where, got=f"{stored.dtype} {list(stored.shape)}", wanted=wanted)
     if bool((zeros == SYMMETRIC_ZERO).all()):
         return None, notes

@@ -63,6 +63,18 @@ def need(module: Module, tensors: Mapping[str, Tensor], *suffixes: str) -> list[
     return [tensors[s] for s in suffixes]
 
 
+def words(module: Module, suffix: str, t: Tensor) -> Tensor:
+    """``t`` if it is a matrix of packed words, or a stack of them, with at least one word.
+
+    Raises:
+        CorruptError: it is not.
+    """
+    if t.ndim not in (2, 3) or t.numel() == 0 or t.dtype == torch.bool or t.is_complex():
+        got = f"{str(t.dtype).removeprefix('torch.')} {list(t.shape)}"
+        raise CorruptError(f"{module.name}.{suffix}", got=got, wanted="a matrix of packed words")
+    return t
+
+
 def floats(module: Module, suffix: str, t: Tensor) -> Tensor:
     """``t`` if it is a matrix (or a stack of matrices) of float16, bfloat16 or float32.
 

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from w4plugin.errors import CorruptError, UnsupportedError
 from w4plugin.formats import zero_points
-from w4plugin.formats.decoding import finish, floats, need
+from w4plugin.formats.decoding import finish, floats, need, words
 from w4plugin.formats.format import Candidate, Decoded, Found, Module, RowShard
 from w4plugin.formats.grouping import Parts, size_from_shape
 from w4plugin.formats.words import WORD_BITS, lanes, to_int32
@@ -118,7 +118,7 @@ def read(module: Module, tensors: Mapping[str, Tensor], config: QuantConfig, sha
     """
     name = module.name
     stored, stored_zeros, scales = need(module, tensors, "qweight", "qzeros", "scales")
-    scales = floats(module, "scales", scales)
+    stored, scales = words(module, "qweight", stored), floats(module, "scales", scales)
     bits = word_bits(module, stored)
     qweight = to_int32(stored, -2, bits, f"{name}.qweight")
     if qweight.ndim != scales.ndim:
@@ -127,6 +127,7 @@ def read(module: Module, tensors: Mapping[str, Tensor], config: QuantConfig, sha
         )
     qweight, scales, columns = _cropped(module, qweight, scales, tensors.get("bias"))
     if stored_zeros.numel():
+        words(module, "qzeros", stored_zeros)
         if stored_zeros.ndim != scales.ndim or stored_zeros.shape[:-1] != scales.shape[:-1]:
             raise CorruptError(
                 f"{name}.qzeros",

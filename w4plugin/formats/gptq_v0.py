@@ -17,7 +17,7 @@ from torch import Tensor
 
 from w4plugin.errors import CorruptError
 from w4plugin.formats.awq_fast import integer_zeros
-from w4plugin.formats.decoding import finish, floats, need
+from w4plugin.formats.decoding import finish, floats, need, words
 from w4plugin.formats.format import Candidate, Decoded, Found, Module, RowShard
 from w4plugin.formats.grouping import Parts
 from w4plugin.formats.words import to_int32
@@ -51,7 +51,7 @@ def read(module: Module, tensors: Mapping[str, Tensor], config: QuantConfig, sha
     name = module.name
     stored, products, scales = need(module, tensors, "qweight", "zeros", "scales")
     scales, products = floats(module, "scales", scales), floats(module, "zeros", products)
-    qweight = to_int32(stored, -2, 32, f"{name}.qweight")
+    qweight = to_int32(words(module, "qweight", stored), -2, 32, f"{name}.qweight")
     if qweight.ndim != 2 or scales.shape != (qweight.shape[1], 1) or products.shape != scales.shape:
         raise CorruptError(
             name,

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from w4plugin.errors import CorruptError, UnsupportedError
-from w4plugin.formats.decoding import finish, floats, need
+from w4plugin.formats.decoding import finish, floats, need, words
 from w4plugin.formats.format import Candidate, Decoded, Found, Module, RowShard
 from w4plugin.formats.grouping import Parts, size_from_shape
 from w4plugin.formats.words import to_int32
@@ -70,7 +70,7 @@ def read(module: Module, tensors: Mapping[str, Tensor], config: QuantConfig, sha
     codes, scale = ("B", "s") if "B" in tensors else ("qweight", "scales")
     stored, scales = need(module, tensors, codes, scale)
     scales = floats(module, scale, scales)
-    packed = to_int32(stored, -1, 32, f"{name}.{codes}")
+    packed = to_int32(words(module, codes, stored), -1, 32, f"{name}.{codes}")
     if packed.ndim != 2 or scales.ndim != 2 or packed.shape[1] != 2 * scales.shape[1] or scales.shape[1] % STRIP:
         wanted = "[K/16, 2N] and [G, N] with N a multiple of 64"
         raise CorruptError(name, got=f"{codes} {list(packed.shape)}, {scale} {list(scales.shape)}", wanted=wanted)

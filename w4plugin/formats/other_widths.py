@@ -21,7 +21,7 @@ from torch import Tensor
 
 from w4plugin.errors import CorruptError, UnsupportedError
 from w4plugin.formats import gptq, zero_points
-from w4plugin.formats.decoding import floats, need
+from w4plugin.formats.decoding import floats, need, words
 from w4plugin.formats.format import Module
 from w4plugin.formats.grouping import group_index
 from w4plugin.formats.words import to_int32
@@ -68,7 +68,7 @@ def dequantize(
     if module.format not in READABLE:
         raise UnsupportedError(name, got=f"{bits} bits in {module.format}", wanted="GPTQ's layout, to make it plain")
     stored, stored_zeros, scales = need(module, tensors, "qweight", "qzeros", "scales")
-    scales = floats(module, "scales", scales)
+    stored, scales = words(module, "qweight", stored), floats(module, "scales", scales)
     qweight = to_int32(stored, -2, gptq.word_bits(module, stored), f"{name}.qweight")
     N, G = scales.shape[-1], scales.shape[0]
     if qweight.ndim != 2 or scales.ndim != 2 or qweight.shape[1] < N or qweight.shape[0] * 32 != module.K * bits:
@@ -153,7 +153,7 @@ def _zeros(module: Module, stored: Tensor, scales: Tensor, config: QuantConfig) 
     elif stored.ndim != 2 or stored.shape[0] != scales.shape[0]:
         raise CorruptError(f"{name}.qzeros", got=str(list(stored.shape)), wanted=f"{scales.shape[0]} rows")
     else:
-        words = to_int32(stored, -1, word, f"{name}.qzeros")
-        codes = _codes(words, module, config, words.shape[-1] * 32 // bits).to(torch.uint8)
+        packed = to_int32(words(module, "qzeros", stored), -1, word, f"{name}.qzeros")
+        codes = _codes(packed, module, config, packed.shape[-1] * 32 // bits).to(torch.uint8)
     # words hold no whole number of codes at other widths, so nothing can be said about lanes there
     return zero_points.decode(name, codes, N, word // bits if bits in (2, 4, 8) else 1, claim)
