@@ -21,7 +21,7 @@ from torch import Tensor
 from w4plugin.checkpoint import other_widths, output
 from w4plugin.checkpoint.checkpoint import Checkpoint
 from w4plugin.checkpoint.header import nbytes
-from w4plugin.checkpoint.other_widths import OtherWidths
+from w4plugin.checkpoint.other_widths import Choice
 from w4plugin.checkpoint.output import Request, Work
 from w4plugin.checkpoint.pickled import SAFETENSORS_DTYPE, TORCH_DTYPE
 from w4plugin.checkpoint.stream import Job, Product, Shape, copy_job
@@ -42,7 +42,7 @@ def repack(
     out: str | Path | Request,
     *,
     to: str = DEFAULT_FORMAT,
-    wide: OtherWidths = "refuse",
+    wide: Choice = "refuse",
     include: Sequence[str] = (),
     exclude: Sequence[str] = (),
 ) -> dict[str, Any]:

@@ -35,6 +35,9 @@ INDEX = "model.safetensors.index.json"
 BUDGET = 384 << 20
 """Bytes that the jobs in flight may cost together; a larger job runs alone."""
 
+FLUSH = 256 << 20
+"""Bytes of a shard after which its flush to the disk begins, so that disk and cores work at the same time."""
+
 Shape = tuple[str, tuple[int, ...]]
 Progress = Callable[[int], None]
 
@@ -155,6 +158,8 @@ class _Shard:
 
     writer: ShardWriter
     remaining: int
+    sizes: Mapping[str, int]
+    unflushed: int = 0
     facts: dict[str, Any] = field(default_factory=dict)
 
 
@@ -167,6 +172,7 @@ class _Pass:
         self._checkpoint, self._staging, self._layouts, self._progress = checkpoint, staging, layouts, progress
         self._lock = threading.Lock()
         self._open: dict[str, _Shard] = {}
+        self._flushes: list[Future[None]] = []
         self.wrong: dict[str, dict[str, Any]] = {}
         self.done: dict[str, Mapping[str, Any]] = {}
 
@@ -180,10 +186,14 @@ class _Pass:
             else:
                 self.done[file] = facts
                 self._progress(sum(job.reads for job in jobs))
-        sizes = {file: len(jobs) for file, jobs in shards.items()}
         running: dict[Future[None], tuple[int, int]] = {}
         failed: dict[int, BaseException] = {}
-        with ThreadPoolExecutor(workers, thread_name_prefix="w4plugin") as pool:
+        # flushing a shard waits for the disk and needs no core: it must not hold up a worker
+        with (
+            ThreadPoolExecutor(workers, thread_name_prefix="w4plugin") as pool,
+            ThreadPoolExecutor(1, thread_name_prefix="w4plugin-flush") as flusher,
+        ):
+            self._flusher = flusher
             try:
                 for number, (file, job) in enumerate(todo):
                     while running and (
@@ -192,21 +202,26 @@ class _Pass:
                         _collect(running, failed)
                     if failed:
                         break
-                    shard = self._shard(file, shards[file], sizes[file])
+                    shard = self._shard(file, shards[file])
                     running[pool.submit(self._do, file, shard, job)] = (number, job.cost)
                 while running:
                     _collect(running, failed)
             finally:
                 pool.shutdown(wait=True, cancel_futures=True)
+                flusher.shutdown(wait=True)
                 for shard in self._open.values():
                     shard.writer.abandon()
         if failed:
             raise failed[min(failed)]
+        for flush in self._flushes:
+            flush.result()
 
-    def _shard(self, file: str, jobs: Sequence[Job], count: int) -> _Shard:
+    def _shard(self, file: str, jobs: Sequence[Job]) -> _Shard:
         if file not in self._open:
-            tensors = {n: (d, tuple(s)) for job in jobs for n, (d, s) in self._layouts[job.name].items()}
-            self._open[file] = _Shard(ShardWriter(self._staging.folder / file, tensors), count)
+            layouts = {job.name: {n: (d, tuple(s)) for n, (d, s) in self._layouts[job.name].items()} for job in jobs}
+            tensors = {name: shape for layout in layouts.values() for name, shape in layout.items()}
+            sizes = {job: sum(nbytes(*shape) for shape in layout.values()) for job, layout in layouts.items()}
+            self._open[file] = _Shard(ShardWriter(self._staging.folder / file, tensors), len(jobs), sizes)
         return self._open[file]
 
     def _do(self, file: str, shard: _Shard, job: Job) -> None:
@@ -227,12 +242,19 @@ class _Pass:
         self._progress(job.reads)
         with self._lock:
             shard.remaining -= 1
+            shard.unflushed += shard.sizes[job.name]
+            if shard.unflushed >= FLUSH and shard.remaining:
+                shard.unflushed = 0
+                self._flushes.append(self._flusher.submit(shard.writer.flush))
             last = shard.remaining == 0
-        if last and not self.wrong:
-            shard.writer.finish()
-            facts = {"hashes": shard.writer.hashes, "facts": shard.facts}
-            self._staging.finish(file, facts)
-            self.done[file] = facts
+            if last and not self.wrong:
+                self._flushes.append(self._flusher.submit(self._finish, file, shard))
+
+    def _finish(self, file: str, shard: _Shard) -> None:
+        shard.writer.finish()
+        facts = {"hashes": shard.writer.hashes, "facts": shard.facts}
+        self._staging.finish(file, facts)
+        self.done[file] = facts
 
 
 def _collect(running: dict[Future[None], tuple[int, int]], failed: dict[int, BaseException]) -> None:

@@ -59,11 +59,15 @@ class ShardWriter:
             assert name not in self.hashes, name
             self.hashes[name] = digest.hexdigest()
 
+    def flush(self) -> None:
+        """Wait until what has been written is on the disk; others may write meanwhile."""
+        disk.sync(self._beside, self._descriptor)
+
     def finish(self) -> None:
         """Flush the file and give it its name. Every tensor must have been written."""
         missing = self._at.keys() - self.hashes.keys()
         assert not missing, sorted(missing)[:3]
-        disk.sync(self._beside, self._descriptor)
+        self.flush()
         self.abandon()
         disk.rename(self._beside, self.path)
 
