@@ -23,7 +23,7 @@ from w4plugin.tensor import W4Tensor
 
 OLDEST_TRITON = (3, 6)
 SCRATCH = 128 * 2**20
-"""Bytes of dequantised weight that the two-phase path holds at a time."""
+"""Bytes of dequantised weight that the dense path holds at a time."""
 
 
 # ---------------------------------------------------------------------------------------------------- choice
@@ -134,10 +134,13 @@ def _aligned(t: Tensor) -> Tensor:
 
 
 @dataclass(frozen=True, eq=False)
-class _Plan:
+class Plan:
     """Everything about a call that stays while shapes, dtypes and the device stay.
 
     Attributes:
+        problem: what the tile was chosen for.
+        tile: of the fused kernel; None for the dense path.
+        by_row: every row names its own group.
         grid: programs of the fused kernel.
         constants: its constexpr arguments, in order.
         runners: the compiled kernel by x's row stride, which Triton specialises on.
@@ -146,12 +149,12 @@ class _Plan:
     problem: Problem
     tile: Tile | None
     by_row: bool
-    grid: tuple[int, int, int]
-    constants: tuple[Any, ...]
+    grid: tuple[int, int, int] = (0, 0, 0)
+    constants: tuple[Any, ...] = ()
     runners: dict[int, Callable[..., None]] = field(default_factory=dict)
 
 
-_plans: dict[tuple[Any, ...], _Plan] = {}
+_plans: dict[tuple[Any, ...], Plan] = {}
 
 
 def apply(
@@ -172,19 +175,34 @@ def apply(
     )  # fmt: skip
     plan = _plans.get(key)
     if plan is None:
-        plan = _plans[key] = _new_plan(x, qweight, scales, zeros, g_idx, counters, bias, n, group_size)
-    if not x.numel():
-        return x.new_zeros((x.shape[0], n))
-    if g_idx is not None and not plan.by_row:
-        x = x.index_select(1, g_idx)
-    elif x.stride(1) != 1 or x.stride(0) % 8 or x.data_ptr() % 16:
-        x = x.clone(memory_format=torch.contiguous_format)
-    if plan.tile is None:
-        return _two_phase(x, qweight, scales, zeros, g_idx if plan.by_row else None, bias, n, group_size)
-    return _fused(plan, plan.tile, x, qweight, scales, zeros, g_idx if plan.by_row else None, counters, bias)
+        _check(x, qweight, scales, zeros, g_idx, n, group_size)
+        p = problem(x, scales, g_idx, n, group_size)
+        plan = make_plan(p, tiles.choose(p), zeros is not None, _by_row(g_idx), bias is not None, counters is not None)
+        _plans[key] = plan
+    return multiply(plan, x, qweight, scales, zeros, g_idx, counters, bias, group_size)
 
 
-def _new_plan(
+def problem(x: Tensor, scales: Tensor, g_idx: Tensor | None, n: int, group_size: int) -> Problem:
+    """What the choice of a tile depends on."""
+    m, k = x.shape
+    where = device.target(x.device, x.dtype)
+    group = 0 if _by_row(g_idx) or group_size >= k else group_size
+    sms = device.multiprocessors(where.device)
+    return Problem(max(m, 1), n, k, group, scales.dtype == x.dtype, where.arch, sms)
+
+
+def make_plan(p: Problem, tile: Tile | None, asym: bool, by_row: bool, bias: bool, counters: bool) -> Plan:
+    """A plan that runs ``tile``, or the dense path for None."""
+    if tile is None:
+        return Plan(p, None, by_row)
+    if not counters:
+        tile = replace(tile, split=1)
+    grid = (blocks(p.m, tile.bm), blocks(p.n, tile.bn), tile.split)
+    return Plan(p, tile, by_row, grid, tuple(constants(p, tile, asym=asym, by_row=by_row, bias=bias).values()))
+
+
+def multiply(
+    plan: Plan,
     x: Tensor,
     qweight: Tensor,
     scales: Tensor,
@@ -192,23 +210,23 @@ def _new_plan(
     g_idx: Tensor | None,
     counters: Tensor | None,
     bias: Tensor | None,
-    n: int,
     group_size: int,
-) -> _Plan:
-    m, k = x.shape
-    by_row = g_idx is not None and g_idx.ndim == 2
-    _check(x, qweight, scales, zeros, g_idx, n, group_size)
-    where = device.target(x.device, x.dtype)
-    group = 0 if by_row or group_size >= k else group_size
-    problem = Problem(max(m, 1), n, k, group, scales.dtype == x.dtype, where.arch, device.multiprocessors(where.device))
-    tile = tiles.choose(problem)
-    if tile is None:
-        return _Plan(problem, None, by_row, (0, 0, 0), ())
-    if counters is None:
-        tile = replace(tile, split=1)
-    grid = (blocks(m, tile.bm), blocks(n, tile.bn), tile.split)
-    constexprs = constants(problem, tile, asym=zeros is not None, by_row=by_row, bias=bias is not None)
-    return _Plan(problem, tile, by_row, grid, tuple(constexprs.values()))
+) -> Tensor:
+    """As :func:`apply`, by a given plan."""
+    n = plan.problem.n
+    if not x.numel():
+        return x.new_zeros((x.shape[0], n))
+    if g_idx is not None and not plan.by_row:
+        x, g_idx = x.index_select(1, g_idx), None
+    elif x.stride(1) != 1 or x.stride(0) % 8 or x.data_ptr() % 16:
+        x = x.clone(memory_format=torch.contiguous_format)
+    if plan.tile is None:
+        return _dense(x, qweight, scales, zeros, g_idx, bias, n, group_size)
+    return _fused(plan, plan.tile, x, qweight, scales, zeros, g_idx, counters, bias)
+
+
+def _by_row(g_idx: Tensor | None) -> bool:
+    return g_idx is not None and g_idx.ndim == 2
 
 
 def constants(p: Problem, tile: Tile, *, asym: bool, by_row: bool, bias: bool) -> dict[str, Any]:
@@ -249,7 +267,7 @@ def slot_width(arch: str, tile: Tile) -> int:
 
 
 def _fused(
-    plan: _Plan,
+    plan: Plan,
     tile: Tile,
     x: Tensor,
     qweight: Tensor,
@@ -318,7 +336,7 @@ def weight_t(
     return out
 
 
-def _two_phase(
+def _dense(
     x: Tensor,
     qweight: Tensor,
     scales: Tensor,
@@ -363,8 +381,7 @@ def _check(
             wanted=f"contiguous int32 {wanted} for x [{x.shape[0]}, {k}] and n = {n}",
             todo="prepare() makes it.",
         )
-    by_row = g_idx is not None and g_idx.ndim == 2
-    groups = scales.shape[0] if by_row else blocks(k, group_size)
+    groups = scales.shape[0] if _by_row(g_idx) else blocks(k, group_size)
     if list(scales.shape) != [groups, n] or not scales.is_contiguous():
         raise UsageError(
             "w4a16_linear: scales",
