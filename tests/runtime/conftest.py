@@ -1,0 +1,5 @@
+"""Tests of a host run where that host is installed: tools/test makes an environment for each."""
+
+from importlib.util import find_spec
+
+collect_ignore = [] if find_spec("vllm") else ["vllm"]

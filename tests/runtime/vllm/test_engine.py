@@ -1,0 +1,95 @@
+"""The real engine: every format generates what its dequantised weights generate in the same engine.
+
+Random models run in float32, where both ways of computing differ by rounding at 1e-6 only: 64 greedy decisions are equal
+unless a weight is wrong.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.runtime.vllm.checkpoints import Recipe, Shape, edit_config, write
+from tests.runtime.vllm.engines import compare, engine, greedy, method, prompts
+
+EXACT = 1e-3
+"""Of log-probabilities of about -5 in float32: their sum over a vocabulary of 512 is good to 1e-4."""
+
+CASES: dict[str, tuple[Recipe, Shape]] = {
+    "gptq symmetric": (Recipe("gptq", sym=True), Shape()),
+    "gptq asymmetric": (Recipe("gptq"), Shape()),
+    "gptq_v2 act-order, its own in every module": (Recipe("gptq_v2", act_order="each"), Shape()),
+    "gptq act-order, shared by fused modules": (Recipe("gptq", act_order="shared"), Shape()),
+    "gptq groups of 16": (Recipe("gptq_v2", group_size=16), Shape()),
+    "gptq one group": (Recipe("gptq_v2", group_size=512), Shape()),
+    "gptq short last group": (Recipe("gptq_v2", group_size=192), Shape()),
+    "gptq packed head, padded vocabulary": (Recipe("gptq_v2", head=4), Shape(vocab=500)),
+    "gptq 8-bit head": (Recipe("gptq_v2", head=8), Shape()),
+    "gptq with plain v and up": (Recipe("gptq_v2", skip=("v_proj", "up_proj")), Shape()),
+    "gptq with attention biases": (Recipe("gptq_v2", act_order="each"), Shape(bias=True)),
+    "gptq tied embeddings": (Recipe("gptq_v2"), Shape(tied=True)),
+    "gptq fused in the file": (Recipe("gptq_v2", act_order="each"), Shape(fused=True)),
+    "auto-round": (Recipe("auto-round"), Shape()),
+    "awq": (Recipe("awq"), Shape()),
+    "awq gemv": (Recipe("awq-gemv"), Shape()),
+    "compressed-tensors": (Recipe("compressed-tensors"), Shape()),
+    "compressed-tensors bfloat16 scales": (Recipe("compressed-tensors", scale_dtype=torch.bfloat16), Shape()),
+    "gptq_v2 float32 scales": (Recipe("gptq_v2", scale_dtype=torch.float32), Shape()),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_generates_what_the_weights_generate(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("W4PLUGIN_CLAIM", "all")
+    packed, plain = write(tmp_path, *CASES[name])
+    with engine(packed, dtype="float32") as llm:
+        assert method(llm) == "w4plugin"
+        ours = greedy(llm)
+    with engine(plain, dtype="float32") as llm:
+        assert method(llm) is None
+        compare(ours, greedy(llm), EXACT)
+
+
+def test_packed_head_that_the_config_calls_tied(tmp_path: Path) -> None:
+    packed, plain = write(tmp_path, Recipe("gptq_v2", head=4))
+    edit_config(packed, tie_word_embeddings=True)
+    with engine(packed, dtype="float32", quantization="w4plugin") as llm:
+        ours = greedy(llm)
+    with engine(plain, dtype="float32") as llm:
+        compare(ours, greedy(llm), EXACT)
+
+
+def test_compiled_graph_is_the_same_model(tmp_path: Path) -> None:
+    packed, plain = write(tmp_path, Recipe("gptq_v2", act_order="each"), Shape(bias=True, layers=1))
+    with engine(packed, dtype="float32", quantization="w4plugin", enforce_eager=False) as llm:
+        ours = greedy(llm)
+    with engine(plain, dtype="float32") as llm:
+        compare(ours, greedy(llm), EXACT)
+
+
+def test_chunked_prefill_and_prefix_caching(tmp_path: Path) -> None:
+    packed, plain = write(tmp_path, Recipe("gptq_v2", act_order="each"))
+    asked = prompts(512, count=3, length=100)
+    settings = {"dtype": "float32", "max_num_batched_tokens": 32, "enable_prefix_caching": True}
+    with engine(packed, quantization="w4plugin", **settings) as llm:
+        assert llm.llm_engine.vllm_config.scheduler_config.enable_chunked_prefill
+        ours = greedy(llm, asked=asked)
+        compare(greedy(llm, asked=asked), ours, EXACT)  # now out of the prefix cache
+    with engine(plain, dtype="float32") as llm:
+        compare(ours, greedy(llm, asked=asked), EXACT)
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+def test_half_precision_is_as_near_as_its_rounding(dtype: str, tmp_path: Path) -> None:
+    """First tokens of the prompts: nothing has been decided yet, so the log-probabilities can be compared."""
+    packed, plain = write(tmp_path, Recipe("gptq_v2", act_order="each"))
+    with engine(packed, dtype=dtype, quantization="w4plugin") as llm:
+        ours = greedy(llm, count=1)
+    with engine(plain, dtype="float32") as llm:
+        exact = greedy(llm, count=1)
+    # eight roundings of about 2**-11 (2**-8) of unit-scale activations on the way to a logit
+    bound = {"float16": 0.02, "bfloat16": 0.15}[dtype]
+    for a, b in zip(ours, exact, strict=True):
+        assert abs(a.logprobs[0] - b.logprobs[0]) <= bound
