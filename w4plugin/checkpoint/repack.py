@@ -18,7 +18,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from w4plugin.checkpoint import other_widths, output
+from w4plugin.checkpoint import other_widths as wide_layers
+from w4plugin.checkpoint import output
 from w4plugin.checkpoint.checkpoint import Checkpoint
 from w4plugin.checkpoint.header import nbytes
 from w4plugin.checkpoint.other_widths import Choice
@@ -42,7 +43,7 @@ def repack(
     out: str | Path | Request,
     *,
     to: str = DEFAULT_FORMAT,
-    wide: Choice = "refuse",
+    other_widths: Choice = "refuse",
     include: Sequence[str] = (),
     exclude: Sequence[str] = (),
 ) -> dict[str, Any]:
@@ -52,7 +53,7 @@ def repack(
         model: a folder, a hub id, or an opened checkpoint.
         out: the folder to create, or a :class:`Request` that says more about how.
         to: registry name of the format to write.
-        wide: what to do with layers of 2, 3 or 8 bits: refuse the checkpoint, keep them untouched, or make
+        other_widths: what to do with layers of 2, 3 or 8 bits: refuse the checkpoint, keep them untouched, or make
             them plain.
         include: shell patterns of module names that stay packed; empty means all.
         exclude: shell patterns of module names that become plain, dequantised exactly.
@@ -76,24 +77,24 @@ def repack(
                          todo="`w4plugin dequantize` makes all of them plain.")  # fmt: skip
     jobs = [_pack_job(checkpoint, m, to) for m in packed]
     jobs += [plain_job(checkpoint, m, None) for m in plain]
-    jobs += other_widths.jobs(checkpoint, wide, to)
+    jobs += wide_layers.jobs(checkpoint, other_widths, to)
     jobs += [copy_job(checkpoint, name) for name in census.plain]
-    kept = [m.name for m in census.other_width] if wide == "keep" else []
-    made_plain = [m.name for m in (*plain, *(census.other_width if wide == "dequantize" else ()))]
+    kept = [m.name for m in census.other_width] if other_widths == "keep" else []
+    made_plain = [m.name for m in (*plain, *(census.other_width if other_widths == "dequantize" else ()))]
     plain_layers = [*census.plain_layers, *made_plain]
 
     def config(facts: Mapping[str, Mapping[str, Any]]) -> Mapping[str, Any]:
         layers = [Layer(m.name, **facts[m.name]["layer"]) for m in packed]
         written = registry.quantization_config(to, layers, plain_layers)
-        return other_widths.describe(checkpoint, written) if kept else written
+        return wide_layers.describe(checkpoint, written) if kept else written
 
     work = Work(
         command="repack",
-        options={"to": to, "other_widths": wide, "include": list(include), "exclude": list(exclude)},
+        options={"to": to, "other_widths": other_widths, "include": list(include), "exclude": list(exclude)},
         jobs=jobs,
         config=config,
         dropped={},
-        notes=other_widths.notes(checkpoint, wide),
+        notes=wide_layers.notes(checkpoint, other_widths),
         extra={"kept": kept, "made_plain": made_plain},
     )
     return output.write(checkpoint, work, request)
