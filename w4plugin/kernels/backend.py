@@ -84,6 +84,10 @@ Apply = Callable[
 """(x [M, K], qweight, scales, zeros, g_idx, counters, bias, N, group_size) -> [M, N] in x's dtype."""
 
 
+Backward = Callable[[Tensor, Tensor, Tensor, "Tensor | None", "Tensor | None", int, int], Tensor]
+"""(grad [M, N], qweight, scales, zeros, g_idx, K, group_size) -> [M, K] in grad's dtype."""
+
+
 @dataclass(frozen=True)
 class Backend:
     """One way to multiply.
@@ -94,7 +98,9 @@ class Backend:
             the target alone.
         prepare: the backend's order of a weight; must not change a value.
         restore: the exact inverse of ``prepare``.
-        apply: the multiplication; allocates only its output and asks nothing of the host (a CUDA graph may hold it).
+        apply: the multiplication; allocates only its output and scratch, and asks nothing of the host (a CUDA graph may
+            hold it).
+        backward: the product with the transposed weight, for gradients of x; None where a backend offers none.
     """
 
     name: str
@@ -102,3 +108,4 @@ class Backend:
     prepare: Callable[[W4Tensor], Prepared]
     restore: Callable[[Prepared], W4Tensor]
     apply: Apply
+    backward: Backward | None = None

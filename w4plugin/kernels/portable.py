@@ -15,13 +15,15 @@ import torch
 from torch import Tensor
 
 from w4plugin.errors import UsageError
-from w4plugin.kernels import device, tiles
+from w4plugin.kernels import device, grouping, tiles
 from w4plugin.kernels.backend import Backend, Groups, Prepared, Target
 from w4plugin.kernels.fragments import COLUMNS, ROWS, blocks, from_fragments, to_fragments
 from w4plugin.kernels.tiles import Problem, Tile
 from w4plugin.tensor import W4Tensor
 
 OLDEST_TRITON = (3, 6)
+RUN = 16
+"""Rows that must share a group for a tile to take their scale at once: the K of one tensor-core instruction."""
 SCRATCH = 128 * 2**20
 """Bytes of dequantised weight that the dense path holds at a time."""
 
@@ -59,26 +61,23 @@ def prepare(w: W4Tensor) -> Prepared:
     """Fragment order; rows sorted by group where that makes groups regular.
 
     ``g_idx`` of the result: ``[K]`` is the gather to apply to x (rows are sorted by group), ``[1, K]`` the group of
-    each row (groups too irregular to sort into runs of 16, or a group size that is no multiple of 16).
+    each row (groups too irregular to form runs of a multiple of 16 rows).
     """
-    order, group_size, per_group = _regular(w)
-    by_row = group_size == 0
-    qweight, scales, zeros = w.qweight, w.scales, w.zeros
-    g_idx: Tensor | None = None
-    if by_row:
-        g_idx, group_size = w.groups().to(torch.int32)[None].contiguous(), w.group_size
-    elif w.g_idx is not None:
-        if order is not None:
-            from w4plugin.packing import pack, unpack
-
-            qweight = pack(unpack(qweight, 0).index_select(0, order), 0)
-            g_idx = order.to(torch.int32)
-        scales = scales.index_select(0, per_group)
-        zeros = None if zeros is None else zeros.index_select(0, per_group)
-    changed = w.g_idx is not None or by_row
+    found = grouping.runs(w, RUN)
+    qweight, scales, zeros, g_idx, group_size = w.qweight, w.scales, w.zeros, w.g_idx, w.group_size
+    if found is None:
+        g_idx = w.groups().to(torch.int32)[None].contiguous()
+    else:
+        g_idx, group_size = None, found.size
+        if found.order is not None:
+            qweight, g_idx = grouping.reorder(qweight, found.order), found.order.to(torch.int32)
+        if found.group is not None:
+            scales = scales.index_select(0, found.group)
+            zeros = None if zeros is None else zeros.index_select(0, found.group)
+    same = found is not None and w.g_idx is None
     return Prepared(
         backend="portable",
-        qweight=to_fragments(qweight, None if zeros is None or by_row else zeros[-1]),
+        qweight=to_fragments(qweight, None if zeros is None else zeros[-1]),
         scales=_aligned(scales),
         zeros=None if zeros is None else _aligned(zeros),
         g_idx=g_idx,
@@ -86,7 +85,7 @@ def prepare(w: W4Tensor) -> Prepared:
         K=w.K,
         N=w.N,
         group_size=group_size,
-        groups=Groups(w.scales, w.zeros, w.g_idx, w.group_size) if changed else None,
+        groups=None if same else Groups(w.scales, w.zeros, w.g_idx, w.group_size),
     )
 
 
@@ -94,34 +93,10 @@ def restore(p: Prepared) -> W4Tensor:
     """The weight that :func:`prepare` was given."""
     qweight = from_fragments(p.qweight, p.K, p.N)
     if p.g_idx is not None and p.g_idx.ndim == 1:
-        from w4plugin.packing import pack, unpack
-
-        codes = torch.empty((p.K, p.N), dtype=torch.uint8, device=qweight.device)
-        codes[p.g_idx.long()] = unpack(qweight, 0)
-        qweight = pack(codes, 0)
+        qweight = grouping.undo(qweight, p.g_idx)
     if p.groups is None:
         return W4Tensor(qweight, p.scales, p.zeros, None, p.group_size)
     return W4Tensor(qweight, p.groups.scales, p.groups.zeros, p.groups.g_idx, p.groups.group_size)
-
-
-def _regular(w: W4Tensor) -> tuple[Tensor | None, int, Tensor]:
-    """How to cut K into equal runs of one group: (order of rows or None, rows in a run or 0, group of each run)."""
-    none = torch.empty(0, dtype=torch.long, device=w.device)
-    if w.g_idx is None:
-        size = w.group_size
-        return None, size if size >= w.K or size % 16 == 0 else 0, none
-    groups = w.groups()
-    order = torch.argsort(groups, stable=True)
-    ordered = groups[order]
-    sizes = dict.fromkeys([w.group_size, 128, 64, 32, 16])
-    for size in sizes:
-        if size % 16 and size < w.K:
-            continue
-        runs = ordered[::size]
-        if torch.equal(runs.repeat_interleave(size)[: w.K], ordered):
-            kept = None if bool((order[1:] > order[:-1]).all()) else order
-            return kept, size, runs
-    return None, 0, none
 
 
 def _aligned(t: Tensor) -> Tensor:
@@ -336,6 +311,12 @@ def weight_t(
     return out
 
 
+def _pieces(k: int, n: int, size: int) -> list[tuple[int, int]]:
+    """(first, columns) of pieces that fit SCRATCH as ``[columns, k]`` of ``size`` bytes an element."""
+    most = max(COLUMNS, SCRATCH // (size * k) // 256 * 256)
+    return [(first, min(most, n - first)) for first in range(0, n, most)]
+
+
 def _dense(
     x: Tensor,
     qweight: Tensor,
@@ -347,20 +328,45 @@ def _dense(
     group_size: int,
 ) -> Tensor:
     k = x.shape[1]
-    columns = max(COLUMNS, SCRATCH // (2 * k) // 256 * 256)
-    if columns >= n:
+    pieces = _pieces(k, n, x.element_size())
+    if len(pieces) == 1:
         w = weight_t(qweight, scales, zeros, rows, k, group_size, 0, n, x.dtype)
         return torch.nn.functional.linear(x, w, bias)
     out = x.new_empty((x.shape[0], n))
-    for first in range(0, n, columns):
-        last = min(first + columns, n)
-        w = weight_t(qweight, scales, zeros, rows, k, group_size, first, last - first, x.dtype)
-        part = out[:, first:last]
+    for first, columns in pieces:
+        w = weight_t(qweight, scales, zeros, rows, k, group_size, first, columns, x.dtype)
+        part = out[:, first : first + columns]
         if bias is None:
             torch.mm(x, w.t(), out=part)
         else:
-            torch.addmm(bias[first:last], x, w.t(), out=part)
+            torch.addmm(bias[first : first + columns], x, w.t(), out=part)
     return out
+
+
+def backward(
+    grad: Tensor,
+    qweight: Tensor,
+    scales: Tensor,
+    zeros: Tensor | None,
+    g_idx: Tensor | None,
+    k: int,
+    group_size: int,
+) -> Tensor:
+    """grad ``[M, N]`` times the transposed weight -> ``[M, K]``, pieces summed in float32."""
+    rows = g_idx if _by_row(g_idx) else None
+    pieces = _pieces(k, grad.shape[1], grad.element_size())
+    total: Tensor | None = None
+    for first, columns in pieces:
+        w = weight_t(qweight, scales, zeros, rows, k, group_size, first, columns, grad.dtype)
+        part = grad[:, first : first + columns] @ w
+        if len(pieces) > 1:
+            part = part.float()
+        total = part if total is None else total.add_(part)
+    assert total is not None, "a weight has columns"
+    out = total.to(grad.dtype)
+    if g_idx is None or rows is not None:
+        return out
+    return torch.empty_like(out).index_copy_(1, g_idx.long(), out)
 
 
 # ---------------------------------------------------------------------------------------------------- errors
@@ -408,4 +414,4 @@ def _name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
-BACKEND = Backend("portable", why_not, prepare, restore, apply)
+BACKEND = Backend("portable", why_not, prepare, restore, apply, backward)

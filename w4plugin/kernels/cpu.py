@@ -1,0 +1,160 @@
+"""The CPU backend: PyTorch's own int4 product, where it loses nothing.
+
+``aten::_weight_int4pack_mm_for_cpu`` computes x @ ((q - 8) * scale + shift) with one scale and one shift a group and
+column, in the dtype of x. Ours has shift = scale * (8 - zero). What it does not demand of us to give up:
+
+* it wants scales and shifts in x's dtype. They are kept in bfloat16 when that holds them exactly (then bfloat16
+  activations take its vectorised path), else in float32, and activations are widened to match: never narrowed;
+* a shift that float32 cannot hold exactly (float32 scales, asymmetric) would move every weight of a group the same way,
+  which no error bound on the sum forgives: such weights are refused, and the plain backend takes them.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from w4plugin.errors import UsageError
+from w4plugin.kernels import grouping
+from w4plugin.kernels.backend import Backend, Groups, Prepared, Target
+from w4plugin.packing import pack, unpack
+from w4plugin.tensor import SYMMETRIC_ZERO, W4Tensor
+
+GROUP_SIZES = (256, 128, 64, 32)
+COLUMNS = 16
+"""The operator takes these groups, and N in multiples of this."""
+
+
+def why_not(target: Target, weight: W4Tensor | None) -> str | None:
+    if target.device.type != "cpu":
+        return f"{target.device.type} is not the CPU"
+    if target.dtype not in (torch.float16, torch.bfloat16, torch.float32):
+        return f"activations are {target.dtype}, not float16, bfloat16 or float32"
+    if weight is None:
+        return None
+    if weight.N % COLUMNS:
+        return f"PyTorch's int4 product wants N % {COLUMNS} == 0, and N = {weight.N}"
+    if _runs(weight) is None:
+        return f"PyTorch's int4 product wants whole groups of {GROUP_SIZES} rows, not {weight.group_size} of {weight.K}"
+    if not _holds(torch.float32, *_scale_and_shift(weight.scales, weight.zeros)):
+        return "float32 does not hold scale * (8 - zero), which PyTorch's int4 product adds, exactly"
+    return None
+
+
+def _runs(w: W4Tensor) -> tuple[grouping.Runs, int] | None:
+    """Runs of rows, and the operator's group size that divides them and K."""
+    found = grouping.runs(w, min(GROUP_SIZES))
+    if found is None:
+        return None
+    for size in GROUP_SIZES:
+        if w.K % size == 0 and (found.size % size == 0 or found.size >= w.K):
+            return found, size
+    return None
+
+
+def _scale_and_shift(scales: Tensor, zeros: Tensor | None) -> tuple[Tensor, Tensor]:
+    """float64 ``[G, N]``, exact."""
+    wide = scales.double()
+    return wide, torch.zeros_like(wide) if zeros is None else wide * (SYMMETRIC_ZERO - zeros.double())
+
+
+def _holds(dtype: torch.dtype, *values: Tensor) -> bool:
+    return all(torch.equal(v.to(dtype).double(), v) for v in values)
+
+
+def prepare(w: W4Tensor) -> Prepared:
+    """PyTorch's packed order; ``scales`` holds (scale, shift) pairs ``[G', N, 2]``, ``g_idx`` the gather of x."""
+    found = _runs(w)
+    assert found is not None, "prepare() asks why_not() first"
+    runs, size = found
+    codes = unpack(w.qweight, 0)
+    if runs.order is not None:
+        codes = codes.index_select(0, runs.order)
+    scale, shift = _scale_and_shift(w.scales, w.zeros)
+    run = torch.arange(0, w.K, size) // runs.size
+    group = run if runs.group is None else runs.group[run]
+    pairs = torch.stack([scale, shift], dim=-1).index_select(0, group)
+    pairs = pairs.to(torch.bfloat16 if _holds(torch.bfloat16, scale, shift) else torch.float32)
+    return Prepared(
+        backend="cpu",
+        qweight=torch.ops.aten._convert_weight_to_int4pack_for_cpu(codes.t().to(torch.int32).contiguous(), 1),
+        scales=pairs.contiguous(),
+        zeros=None,
+        g_idx=None if runs.order is None else runs.order.to(torch.int32),
+        counters=None,
+        K=w.K,
+        N=w.N,
+        group_size=size,
+        groups=Groups(w.scales, w.zeros, w.g_idx, w.group_size),
+    )
+
+
+def restore(p: Prepared) -> W4Tensor:
+    """The weight that :func:`prepare` was given."""
+    assert p.groups is not None, "prepare() keeps the groups"
+    qweight = pack(_codes(p.qweight, p.K, p.N, p.group_size), 0)
+    if p.g_idx is not None:
+        qweight = grouping.undo(qweight, p.g_idx)
+    return W4Tensor(qweight, p.groups.scales, p.groups.zeros, p.groups.g_idx, p.groups.group_size)
+
+
+def _codes(qweight: Tensor, k: int, n: int, group_size: int) -> Tensor:
+    """uint8 ``[K, N]`` out of PyTorch's packed order, which depends on the machine: the identity times codes.
+
+    (q - 8) * 1 + 8 is an integer of at most 15 at every step, which bfloat16 holds.
+    """
+    identity = torch.eye(k, dtype=torch.bfloat16)
+    pairs = torch.tensor([1.0, 8.0], dtype=torch.bfloat16).expand(k // group_size, n, 2).contiguous()
+    codes: Tensor = torch.ops.aten._weight_int4pack_mm_for_cpu(identity, qweight, group_size, pairs)
+    return codes.to(torch.uint8)
+
+
+def apply(
+    x: Tensor,
+    qweight: Tensor,
+    scales: Tensor,
+    zeros: Tensor | None,
+    g_idx: Tensor | None,
+    counters: Tensor | None,
+    bias: Tensor | None,
+    n: int,
+    group_size: int,
+) -> Tensor:
+    """x ``[M, K]`` times a prepared weight -> ``[M, n]``, computed in x's dtype or wider."""
+    if x.dtype not in (torch.float16, torch.bfloat16, torch.float32):
+        raise UsageError("w4a16_linear: x", got=str(x.dtype), wanted="float16, bfloat16 or float32")
+    if tuple(scales.shape) != (x.shape[1] // group_size, n, 2) or x.shape[1] % group_size:
+        raise UsageError(
+            "w4a16_linear: scales",
+            got=f"{list(scales.shape)} for x {list(x.shape)}, n = {n}, group_size = {group_size}",
+            wanted="(scale, shift) [K / group_size, n, 2], as prepare() makes them",
+        )
+    dtype = x.dtype
+    if g_idx is not None:
+        x = x.index_select(1, g_idx)
+    if not (dtype == torch.bfloat16 == scales.dtype):
+        x, scales = x.float(), scales.float()
+    out: Tensor = torch.ops.aten._weight_int4pack_mm_for_cpu(x.contiguous(), qweight, group_size, scales)
+    if bias is not None:
+        out = out.float() + bias.float()
+    return out.to(dtype)
+
+
+def backward(
+    grad: Tensor,
+    qweight: Tensor,
+    scales: Tensor,
+    zeros: Tensor | None,
+    g_idx: Tensor | None,
+    k: int,
+    group_size: int,
+) -> Tensor:
+    """grad ``[M, N]`` times the transposed weight -> ``[M, K]``."""
+    wide = scales.double().repeat_interleave(group_size, 0)
+    codes = _codes(qweight, k, grad.shape[1], group_size).double()
+    weight = ((codes - SYMMETRIC_ZERO) * wide[..., 0] + wide[..., 1]).to(grad.dtype)
+    out = grad @ weight.t()
+    return out if g_idx is None else torch.empty_like(out).index_copy_(1, g_idx.long(), out)
+
+
+BACKEND = Backend("cpu", why_not, prepare, restore, apply, backward)
