@@ -1,7 +1,7 @@
 """Packers in NumPy, one a format: from codes to the tensors that its producer stores.
 
-They share nothing with the readers under test. Each follows the producer's own packing loop, so that a test which reads
-what they pack checks the reader and not a pair of functions that agree with each other.
+They share nothing with the readers under test: each computes where a code goes, where a reader computes what a place
+holds. That they agree with the producers' own packers is tests/data/upstream's business.
 """
 
 from __future__ import annotations
@@ -15,7 +15,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from w4plugin.formats.conformance import Sample
+from w4plugin.formats import Census, Decoded, RowShard, find_modules, read_module
+from w4plugin.formats.conformance import Sample, headers
+from w4plugin.packing import unpack
+from w4plugin.quant_config import QuantConfig
+from w4plugin.tensor import W4Tensor
 
 # ruff: noqa: N802
 
@@ -159,41 +163,36 @@ def pack_gemv(t: Truth) -> dict[str, Tensor]:
 
 
 def pack_fast(t: Truth, zeros: str = "qzeros") -> dict[str, Tensor]:
-    """llm-awq's pack_intweight(interleave=4, kstride=64), step by step."""
-    N, K = t.N, t.K
-    w = t.q.T.astype(np.int32)
-    w = w.reshape(N, K // 32, 32).reshape(N, K // 32, 4, 4, 2).transpose(0, 1, 3, 2, 4).reshape(N, K // 32, 32)
-    w = w.reshape(N, K // 32, 4, 8).reshape(N, K // 32, 4, 4, 2).transpose(0, 1, 2, 4, 3).reshape(N, K)
-    w = w.reshape(N // 4, 4, K // 64, 64).transpose(0, 2, 1, 3).reshape(N // 4, K // 64, 64, 4)
-    packed = w[..., 0] | (w[..., 1] << 4) | (w[..., 2] << 8) | (w[..., 3] << 12)
-    W = 8 * zero_words(t.G, t.size)
-    scales = torch.zeros(W, N, dtype=t.s.dtype)
-    products = torch.zeros(W, N, dtype=t.s.dtype)
+    """Where each code goes: words of four outputs side by side in spans of 64 inputs."""
+    k, n = np.meshgrid(np.arange(t.K), np.arange(t.N), indexing="ij")
+    word = k // 64 * 64 + n % 4 * 16 + k % 64 // 32 * 8 + k % 8
+    packed = np.zeros((t.N // 4, t.K), np.uint16)
+    np.bitwise_or.at(packed, (n // 4, word), t.q.astype(np.uint16) << (k % 32 // 8 * 4).astype(np.uint16))
+    rows = 8 * zero_words(t.G, t.size)
+    scales = torch.zeros(rows, t.N, dtype=t.s.dtype)
+    products = torch.zeros(rows, t.N, dtype=t.s.dtype)
     scales[: t.G] = t.s
     products[: t.G] = -(t.s.double() * tensor(t.z.astype(np.float64))).to(t.s.dtype)
-    qweight = tensor(packed.reshape(N // 4, K).astype(np.uint16).view(np.int16))
-    return {"qweight": qweight, zeros: products, "scales": scales}
+    return {"qweight": tensor(packed.view(np.int16)), zeros: products, "scales": scales}
 
 
 def pack_marlin(t: Truth, codes: str = "B", scale: str = "s") -> dict[str, Tensor]:
-    """IST marlin's Layer.pack: 16 x 16 tiles, permuted, then interleaved nibbles."""
-    perm: list[int] = []
-    for i in range(32):
-        perm1 = []
-        column = i // 4
-        for block in (0, 1):
-            for row in (2 * (i % 4), 2 * (i % 4) + 1, 2 * (i % 4 + 4), 2 * (i % 4 + 4) + 1):
-                perm1.append(16 * row + column + 8 * block)
-        for j in range(4):
-            perm += [p + 256 * j for p in perm1]
-    order = np.array(perm).reshape(-1, 8)[:, [0, 2, 4, 6, 1, 3, 5, 7]].ravel()
-    w = t.q.reshape(t.K // 16, 16, t.N // 16, 16).transpose(0, 2, 1, 3).reshape(t.K // 16, t.N * 16)
-    w = w.reshape(-1, 1024)[:, order].reshape(w.shape)
-    scale_perm = [i + 8 * j for i in range(8) for j in range(8)]
-    single = [2 * i + j for i in range(4) for j in (0, 1, 8, 9, 16, 17, 24, 25)]
-    chosen = scale_perm if t.G > 1 else single
-    s = t.s.reshape(-1, len(chosen))[:, chosen].reshape(t.s.shape).contiguous()
-    return {codes: tensor(words(w, 1)), scale: s}
+    """Where each code goes: the thread, tile and register of a tensor core's 16 x 8 operand that holds it."""
+    k, n = np.meshgrid(np.arange(t.K), np.arange(t.N), indexing="ij")
+    r, c = k % 16, n % 16
+    thread = c % 8 * 4 + r % 8 // 2
+    register = c // 8 * 4 + r // 8 * 2 + r % 2
+    nibble = register // 2 + register % 2 * 4
+    slot = thread * 32 + n // 16 % 4 * 8 + nibble
+    placed = np.zeros((t.K // 16, t.N * 16), np.uint8)
+    placed[k // 16, n // 64 * 1024 + slot] = t.q
+    run = 64 if t.G > 1 else 32
+    column = np.arange(t.N) % run
+    several, single = column % 8 * 8 + column // 8, column % 8 // 2 * 8 + column // 8 * 2 + column % 2
+    place = several if t.G > 1 else single
+    s = torch.empty_like(t.s)
+    s[:, np.arange(t.N) // run * run + place] = t.s
+    return {codes: tensor(words(placed, 1)), scale: s}
 
 
 def pack_ct(t: Truth, *, order: bool = False) -> dict[str, Tensor]:
@@ -252,6 +251,43 @@ def ct_config(t: Truth, **weights: Any) -> dict[str, Any]:
 def sample(t: Truth, tensors: Mapping[str, Tensor], config: Mapping[str, Any], **more: Any) -> Sample:
     made = Sample(tensors, config, tensor(t.q), tensor(t.z), t.s, tensor(t.g), t.size, required=frozenset(tensors))
     return replace(made, **more)
+
+
+NAME = "model.layers.0.mlp.down_proj"
+
+
+def checkpoint(**layers: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Tensors by full name; ``__`` in a keyword stands for a dot."""
+    return {f"{name.replace('__', '.')}.{s}": t for name, tensors in layers.items() for s, t in tensors.items()}
+
+
+def census(tensors: Mapping[str, Tensor], config: Mapping[str, Any] | None) -> Census:
+    """The census of tensors by full name."""
+    return find_modules(headers(tensors), QuantConfig.from_dict(config) if config else QuantConfig())
+
+
+def read(
+    tensors: Mapping[str, Tensor],
+    config: Mapping[str, Any] | None,
+    shard: RowShard | None = None,
+    whole: Mapping[str, Tensor] | None = None,
+) -> Decoded:
+    """One module's tensors by suffix, from headers (of ``whole``, when they are a shard) to weight."""
+    found = census({f"{NAME}.{suffix}": t for suffix, t in (whole or tensors).items()}, config)
+    (module,) = found.modules
+    return read_module(module, tensors, QuantConfig.from_dict(config) if config else QuantConfig(), shard)
+
+
+def same(weight: W4Tensor, t: Truth, *, z: Any = None, g: Any = None) -> None:
+    """Assert that a weight holds exactly the codes, zeros, scales and groups of ``t``."""
+    assert torch.equal(unpack(weight.qweight, -2), tensor(t.q))
+    assert torch.equal(weight.full_zeros(), tensor(t.z if z is None else np.asarray(z, np.uint8)))
+    assert torch.equal(weight.scales, t.s)
+    assert torch.equal(weight.groups(), tensor(t.g if g is None else g).long())
+
+
+def levels(decoded: Decoded) -> list[str]:
+    return [n.level for n in decoded.notes]
 
 
 def _dtype(random: Random) -> torch.dtype:

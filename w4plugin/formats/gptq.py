@@ -88,7 +88,7 @@ def _width(candidate: Candidate, rows: int, zero_words: int | None, N: int) -> t
                 todo="the packer dropped rows of the weight; quantise the model again" if held < length else "",
             )
     if zero_words is not None:
-        told = [f for f in fits if zero_words in _zero_words(N, f[0], f[2])]
+        told = [f for f in fits if zero_words in _zero_words(N, h["qweight"].shape[-1], f[0], f[2])]
         if not told:
             raise CorruptError(
                 f"{name}.qzeros",
@@ -105,9 +105,9 @@ def _width(candidate: Candidate, rows: int, zero_words: int | None, N: int) -> t
     return best[0], best[1]
 
 
-def _zero_words(N: int, bits: int, word: int) -> tuple[int, int, int]:
-    """Words a row of zero points may have: exact, padded with its columns, or cut off by AutoGPTQ's packer."""
-    return math.ceil(N * bits / word), math.ceil(_padded(N) * bits / word), N // PADDED_TO * PADDED_TO * bits // word
+def _zero_words(N: int, columns: int, bits: int, word: int) -> tuple[int, int, int]:
+    """Words a row of zero points may have: exact, padded as ``qweight`` is, or cut off by AutoGPTQ's packer."""
+    return math.ceil(N * bits / word), math.ceil(columns * bits / word), N // PADDED_TO * PADDED_TO * bits // word
 
 
 def read(module: Module, tensors: Mapping[str, Tensor], config: QuantConfig, shard: RowShard | None) -> Decoded:
