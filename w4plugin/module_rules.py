@@ -227,7 +227,9 @@ def _skip_lists(config: Mapping[str, Any]) -> Iterator[Rule]:
         yield Rule("ignore", text, "skip", how, text.removeprefix("re:"))
 
 
-def _config_groups(config: Mapping[str, Any]) -> Iterator[Rule]:
+def _config_groups(config: Mapping[str, Any]) -> list[Rule]:
+    """Its readers prefer a name to a regex and a regex to a class, whatever the order of the groups."""
+    found: list[Rule] = []
     for group, scheme in _table(config, "config_groups").items():
         where = f"config_groups: {group}"
         scheme = _mapping(where, scheme)
@@ -237,7 +239,9 @@ def _config_groups(config: Mapping[str, Any]) -> Iterator[Rule]:
             given["group_size"] = -1
         for target in _strings(scheme, "targets"):
             how: Match = "regex" if target.startswith("re:") else "class" if target[:1].isupper() else "exact"
-            yield Rule("config_groups", f"{group} ({target})", "set", how, target.removeprefix("re:"), **given)
+            found.append(Rule("config_groups", f"{group} ({target})", "set", how, target.removeprefix("re:"), **given))
+    order: list[Match] = ["exact", "regex", "class"]
+    return sorted(found, key=lambda rule: order.index(rule.match))
 
 
 def _lm_head(config: Mapping[str, Any]) -> Iterator[Rule]:
