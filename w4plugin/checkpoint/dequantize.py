@@ -48,7 +48,7 @@ def dequantize(
         raise UsageError("--dtype", got=repr(dtype), wanted=" | ".join(DTYPES))
     require_modules(checkpoint)
     census = checkpoint.census
-    jobs = [plain_job(checkpoint, module, chosen) for module in census.modules]
+    jobs = [plain_job(checkpoint, module, chosen, request.device) for module in census.modules]
     jobs += other_widths.plain_jobs(checkpoint, chosen)
     jobs += [_carried(checkpoint, name, chosen) for name in census.plain]
     work = Work(

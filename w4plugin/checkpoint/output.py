@@ -7,7 +7,6 @@ same command gives the same bytes.
 from __future__ import annotations
 
 import hashlib
-import importlib.metadata
 import json
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -15,6 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from w4plugin import __version__
 from w4plugin.checkpoint import card, disk, side_files, stream
 from w4plugin.checkpoint.checkpoint import CONFIG, Checkpoint
 from w4plugin.checkpoint.header import nbytes
@@ -38,6 +38,7 @@ class Request:
         dry_run: plan and report, write nothing.
         max_shard_size: bytes, or a text like "5GB".
         workers: jobs at the same time; None means one a core.
+        device: where to convert; the bytes are the same on every one.
         begin: called once with the bytes to read.
         progress: called with the bytes that have been read since the last call.
     """
@@ -47,6 +48,7 @@ class Request:
     dry_run: bool = False
     max_shard_size: int | str = "5GB"
     workers: int | None = None
+    device: str = "cpu"
     begin: Progress = lambda total: None
     progress: Progress = lambda count: None
 
@@ -131,13 +133,8 @@ def write(checkpoint: Checkpoint, work: Work, request: Request) -> dict[str, Any
 
 
 def version() -> str:
-    """Version of this package: the installed one, else the source's."""
-    try:
-        return importlib.metadata.version("w4plugin")
-    except importlib.metadata.PackageNotFoundError:
-        from w4plugin import __version__
-
-        return __version__
+    """Version of this package."""
+    return __version__
 
 
 def note(entry: Note) -> dict[str, str]:

@@ -90,7 +90,7 @@ def quantize(
         )  # fmt: skip
     _require_untied(checkpoint, fitting)
     notes = [_kept(checkpoint, name) for name in chosen if name not in fitting]
-    jobs = [_job(checkpoint, name, to, group_size, sym) for name in fitting]
+    jobs = [_job(checkpoint, name, to, (group_size, sym), request.device) for name in fitting]
     taken = {f"{name}.weight" for name in fitting}
     jobs += [copy_job(checkpoint, name) for name in checkpoint.headers if name not in taken]
     plain = [name for name in names if name not in fitting]
@@ -124,14 +124,15 @@ def _require_untied(checkpoint: Checkpoint, names: Sequence[str]) -> None:
         raise UnsupportedError(heads[0], got="a head tied to the embeddings", wanted="a head of its own, to pack it")
 
 
-def _job(checkpoint: Checkpoint, name: str, to: str, group_size: int, sym: bool) -> Job:
+def _job(checkpoint: Checkpoint, name: str, to: str, grid: tuple[int, bool], device: str) -> Job:
+    group_size, sym = grid
     full = f"{name}.weight"
     N, K = checkpoint.headers[full].shape
     size = checkpoint.nbytes(full)
     module = Module(name, "plain", 16, K, N, None, {"weight": full})
 
     def make() -> Product:
-        stored = checkpoint.tensor(full)
+        stored = checkpoint.tensor(full).to(device)
         try:
             weight = quantize_weight(stored.t(), group_size, sym=sym)
             written = registry.write_module(to, weight)

@@ -75,8 +75,8 @@ def repack(
     if not packed:
         raise UsageError("--include/--exclude", got="patterns that leave no module packed", wanted="at least one",
                          todo="`w4plugin dequantize` makes all of them plain.")  # fmt: skip
-    jobs = [_pack_job(checkpoint, m, to) for m in packed]
-    jobs += [plain_job(checkpoint, m, None) for m in plain]
+    jobs = [_pack_job(checkpoint, m, to, request.device) for m in packed]
+    jobs += [plain_job(checkpoint, m, None, request.device) for m in plain]
     jobs += wide_layers.jobs(checkpoint, other_widths, to)
     jobs += [copy_job(checkpoint, name) for name in census.plain]
     kept = [m.name for m in census.other_width] if other_widths == "keep" else []
@@ -132,9 +132,9 @@ def require_modules(checkpoint: Checkpoint) -> None:
         )
 
 
-def read(checkpoint: Checkpoint, module: Module) -> Decoded:
+def read(checkpoint: Checkpoint, module: Module, device: str = "cpu") -> Decoded:
     """One module's weight; errors name its file."""
-    tensors = {suffix: checkpoint.tensor(name) for suffix, name in module.tensors.items()}
+    tensors = {suffix: checkpoint.tensor(name).to(device) for suffix, name in module.tensors.items()}
     try:
         return registry.read_module(module, tensors, checkpoint.quant_config)
     except W4Error as fault:
@@ -166,9 +166,9 @@ def facts_of(module: Module, decoded: Decoded) -> dict[str, Any]:
     }
 
 
-def _pack_job(checkpoint: Checkpoint, module: Module, to: str) -> Job:
+def _pack_job(checkpoint: Checkpoint, module: Module, to: str, device: str) -> Job:
     def make() -> Product:
-        decoded = read(checkpoint, module)
+        decoded = read(checkpoint, module, device)
         try:
             tensors = registry.write_module(to, decoded.weight)
         except W4Error as fault:
@@ -180,15 +180,18 @@ def _pack_job(checkpoint: Checkpoint, module: Module, to: str) -> Job:
     return Job(module.name, _predicted(checkpoint, module, to), make, SPREAD * size, size)
 
 
-def plain_job(checkpoint: Checkpoint, module: Module, dtype: torch.dtype | None) -> Job:
+def plain_job(checkpoint: Checkpoint, module: Module, dtype: torch.dtype | None, device: str = "cpu") -> Job:
     """A job that makes a packed module plain: ``weight`` ``[N, K]`` as a Linear has it.
 
     Args:
+        checkpoint: what is read.
+        module: from its census.
         dtype: of the weight; None means that of the scales.
+        device: where to do it.
     """
 
     def make() -> Product:
-        decoded = read(checkpoint, module)
+        decoded = read(checkpoint, module, device)
         weight = decoded.weight.dequantize(dtype).mT.contiguous()
         require_finite(f"{module.name}.weight", weight)
         bias = {} if decoded.bias is None else {module.tensors["bias"]: decoded.bias.to(dtype or decoded.bias.dtype)}

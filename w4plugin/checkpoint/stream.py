@@ -237,7 +237,7 @@ class _Pass:
                     self.wrong[job.name] = {name: [dtype, list(shape)] for name, (dtype, shape) in made.items()}
             if not self.wrong:
                 for name, tensor in product.tensors.items():
-                    shard.writer.write(name, [tensor_bytes(tensor)])
+                    shard.writer.write(name, [tensor_bytes(tensor.cpu())])
             shard.facts[job.name] = product.facts
         self._progress(job.reads)
         with self._lock:
