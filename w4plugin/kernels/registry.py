@@ -5,11 +5,11 @@ from __future__ import annotations
 import functools
 
 from w4plugin.errors import UnsupportedError, UsageError
-from w4plugin.kernels import cpu, plain, portable
+from w4plugin.kernels import cpu, hopper, plain, portable
 from w4plugin.kernels.backend import Backend, Target
 from w4plugin.tensor import W4Tensor
 
-BACKENDS: tuple[Backend, ...] = (cpu.BACKEND, portable.BACKEND, plain.BACKEND)
+BACKENDS: tuple[Backend, ...] = (cpu.BACKEND, hopper.BACKEND, portable.BACKEND, plain.BACKEND)
 """The first that gives no reason against itself is taken."""
 
 

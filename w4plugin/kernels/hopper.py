@@ -1,0 +1,234 @@
+"""The Hopper backend: Gluon kernels for sm_90 on the prepared order of the portable backend.
+
+One prepared weight serves decode, prefill and the dense path. The kernels want groups of 32, 64 or a multiple of 128
+rows, or one group; what does not fit is the portable backend's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from w4plugin.kernels import device, grouping, hopper_tiles, portable
+from w4plugin.kernels.backend import Backend, Prepared, Target
+from w4plugin.kernels.fragments import COLUMNS
+from w4plugin.kernels.hopper_tiles import CHUNK, Tile
+from w4plugin.kernels.tiles import Problem
+from w4plugin.tensor import W4Tensor
+
+RUN = 32
+"""Shortest group that the kernels can cut a chunk into."""
+
+
+def why_not(target: Target, weight: W4Tensor | None) -> str | None:
+    if target.arch != "sm_90":
+        return f"written for sm_90, not {target.arch}"
+    reason = portable.why_not(target, weight) or _gluon()
+    if reason is not None or weight is None:
+        return reason
+    found = grouping.runs(weight, RUN)
+    if found is None or not fits(found.size, weight.K):
+        size = weight.group_size if found is None else found.size
+        return f"groups of {size} rows, not 32, 64, a multiple of 128, or one group"
+    return None
+
+
+def fits(group_size: int, k: int) -> bool:
+    """Whether the kernels can cut K into such groups."""
+    return group_size >= k or group_size in (32, 64) or group_size % CHUNK == 0
+
+
+def _gluon() -> str | None:
+    try:
+        from w4plugin.kernels import hopper_kernels  # noqa: F401
+    except (ImportError, AttributeError) as e:
+        return f"Triton {device.triton_version()} has another Gluon than this version knows ({e})"
+    return None
+
+
+def prepare(w: W4Tensor) -> Prepared:
+    """Fragment order; rows sorted by group where act-order needs it. Counters hold one arrival count a program."""
+    p = portable.prepare(w)
+    programs = 4 * device.multiprocessors(w.device)
+    return replace(p, backend="hopper", counters=torch.zeros(programs, dtype=torch.int32, device=w.device))
+
+
+@dataclass(frozen=True)
+class _View:
+    """What Triton's launcher reads of a tensor descriptor; holds no tensor, so it keeps no weight alive."""
+
+    address: int
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+    padding: str = "zero"
+
+    @property
+    def base(self) -> _View:
+        return self
+
+    def data_ptr(self) -> int:
+        return self.address
+
+
+@dataclass(frozen=True, eq=False)
+class Plan:
+    """Everything about a call that stays while shapes, dtypes and the device stay.
+
+    Attributes:
+        tile: None for the dense path.
+        kernel: the Gluon kernel.
+        grid: its programs.
+        sizes, constants, options: its arguments after the pointers.
+        layouts: of the descriptors of x, words, scales and zeros, with their boxes.
+        share: float32 elements of the partial sums of all programs.
+        compiled: the compiled kernel once there is one.
+    """
+
+    tile: Tile | None
+    kernel: Any = None
+    grid: tuple[int, int, int] = (0, 0, 0)
+    sizes: tuple[int, ...] = ()
+    constants: tuple[Any, ...] = ()
+    options: dict[str, Any] = field(default_factory=dict)
+    layouts: tuple[tuple[list[int], Any], ...] = ()
+    share: int = 0
+    compiled: list[Callable[..., None]] = field(default_factory=list)
+
+
+_plans: dict[tuple[Any, ...], Plan] = {}
+
+
+def apply(
+    x: Tensor,
+    qweight: Tensor,
+    scales: Tensor,
+    zeros: Tensor | None,
+    g_idx: Tensor | None,
+    counters: Tensor | None,
+    bias: Tensor | None,
+    n: int,
+    group_size: int,
+) -> Tensor:
+    """x ``[M, K]`` float16 or bfloat16 times a prepared weight -> ``[M, n]``."""
+    key = (
+        x.shape, x.dtype, x.device, qweight.shape, scales.shape, scales.dtype, n, group_size, zeros is None,
+        None if g_idx is None else g_idx.shape, counters is None, bias is None,
+    )  # fmt: skip
+    plan = _plans.get(key)
+    if plan is None:
+        portable._check(x, qweight, scales, zeros, g_idx, n, group_size)
+        problem = portable.problem(x, scales, None, n, group_size)
+        tile = hopper_tiles.choose(problem) if counters is not None else None
+        plan = make_plan(tile, problem, scales.dtype, zeros is not None, bias is not None)
+        _plans[key] = plan
+    return multiply(plan, x, qweight, scales, zeros, g_idx, counters, bias, n, group_size)
+
+
+def make_plan(tile: Tile | None, p: Problem, scale_dtype: torch.dtype, asym: bool, bias: bool) -> Plan:
+    """A plan that runs ``tile``, or the dense path for None."""
+    if tile is None:
+        return Plan(None)
+    from triton.experimental.gluon import language as gl
+
+    from w4plugin.kernels import hopper_kernels as kernels
+    from w4plugin.kernels.hopper_weights import block_layout
+
+    groups, chunks_a_group = _groups(p.group)
+    steps = hopper_tiles.steps(tile, p)
+    tiles_m = -(-p.m // tile.bm)
+    total = -(-p.n // tile.bn) * tiles_m * steps
+    programs = min(hopper_tiles.programs(tile, p), total)
+    flat = gl.NVMMASharedLayout(swizzle_byte_width=0, element_bitwidth=8 * scale_dtype.itemsize, rank=1)
+    layouts = (
+        ([tile.bm, 64], gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)),
+        ([tile.bn // COLUMNS, 128], gl.NVMMASharedLayout(swizzle_byte_width=0, element_bitwidth=32, rank=2)),
+        ([tile.bn], flat),
+        ([tile.bn], gl.NVMMASharedLayout(swizzle_byte_width=0, element_bitwidth=8, rank=1) if asym else flat),
+    )
+    return Plan(
+        tile=tile,
+        kernel=kernels.narrow_kernel if tile.kind == "narrow" else kernels.wide_kernel,
+        grid=(programs, 1, 1),
+        sizes=(p.m, p.n, -(-p.n // COLUMNS), steps, total, tiles_m, chunks_a_group),
+        constants=(
+            tile.bm,
+            tile.bn,
+            tile.depth,
+            tile.stages,
+            tile.warps,
+            groups,
+            asym,
+            bias,
+            True,
+            block_layout(tile.bn, tile.warps),
+            not tile.on_sum,
+        ),
+        options={"num_warps": tile.warps, "maxnreg": tile.registers, "launch_pdl": True},
+        layouts=layouts,
+        share=2 * programs * tile.bm * tile.bn,
+    )
+
+
+def _groups(group: int) -> tuple[int, int]:
+    """(groups in a chunk, chunks in a group); ``group`` 0 is one group for all of K."""
+    if group == 0:
+        return 1, 2**30
+    return (CHUNK // group, 1) if group < CHUNK else (1, group // CHUNK)
+
+
+def multiply(
+    plan: Plan,
+    x: Tensor,
+    qweight: Tensor,
+    scales: Tensor,
+    zeros: Tensor | None,
+    g_idx: Tensor | None,
+    counters: Tensor | None,
+    bias: Tensor | None,
+    n: int,
+    group_size: int,
+) -> Tensor:
+    """As :func:`apply`, by a given plan."""
+    m, k = x.shape
+    if not x.numel():
+        return x.new_zeros((m, n))
+    if g_idx is not None:
+        x = x.index_select(1, g_idx)
+    elif x.stride(1) != 1 or x.stride(0) % 8 or x.data_ptr() % 16:
+        x = x.clone(memory_format=torch.contiguous_format)
+    if plan.tile is None:
+        return portable._dense(x, qweight, scales, zeros, None, bias, n, group_size)
+    out = x.new_empty((m, n))
+    partial = torch.empty(plan.share, dtype=torch.float32, device=x.device)
+    stride = x.stride(0) if m > 1 else k
+    blocks = qweight.numel() // 128
+    views = [
+        ((m, k), (stride, 1)),
+        ((blocks, 128), (128, 1)),
+        ((scales.numel(),), (1,)),
+        ((scales.numel(),), (1,)),
+    ]
+    tensors = (x, qweight, scales, scales if zeros is None else zeros)
+    pointers = (out if bias is None else bias, out, partial, counters)
+    with device.current(x.device):
+        if plan.compiled and not any(t is not None and t.data_ptr() % 16 for t in pointers):
+            maps = [_View(t.data_ptr(), shape, strides) for t, (shape, strides) in zip(tensors, views, strict=True)]
+            plan.compiled[0](*maps, *pointers, *plan.sizes, *plan.constants)
+            return out
+        from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+
+        maps = [
+            TensorDescriptor(t, list(shape), list(strides), box, layout)
+            for t, (shape, strides), (box, layout) in zip(tensors, views, plan.layouts, strict=True)
+        ]
+        compiled = plan.kernel[plan.grid](*maps, *pointers, *plan.sizes, *plan.constants, **plan.options)
+        if compiled is not None and not any(t is not None and t.data_ptr() % 16 for t in pointers):
+            plan.compiled.append(compiled[plan.grid])  # skips Triton's binding of arguments, most of a call's time
+    return out
+
+
+BACKEND = Backend("hopper", why_not, prepare, portable.restore, apply, portable.backward)

@@ -1,0 +1,371 @@
+"""W4A16 kernels for sm_90, in Gluon.
+
+    out[m, n] = sum_k x[m, k] * (q[k, n] - zero[g, n]) * scale[g, n] + bias[n]
+
+Both compute out^T = W^T x^T, so that W^T, unpacked in registers, is the left operand of the tensor cores and is never
+written anywhere. Words come in the fragment order of :mod:`.fragments`: what one lane reads is what it multiplies.
+
+One warp keeps STAGES stages of words, scales, zeros and x on their way by TMA; the other warps unpack and multiply. A
+program walks the share ``pid * T / P .. (pid + 1) * T / P`` of the T = tiles x steps of the product (stream-K), so any
+shape fills the device evenly. A tile that several programs share is summed in the order of those programs, by whichever
+arrives last: the same bits every time.
+
+``narrow_kernel`` multiplies with mma.sync (few rows of x), ``wide_kernel`` with wgmma. A chunk is 128 rows of W: two
+blocks of 64. Units of a stage: UNROLL chunks.
+"""
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+
+from w4plugin.kernels.gluon_names import (
+    arrive_each_thread,
+    barrier,
+    mbarrier,
+    mma_v2,
+    tma_load,
+    warpgroup_mma,
+    warpgroup_mma_init,
+    warpgroup_mma_wait,
+)
+from w4plugin.kernels.hopper_weights import half_block, load_block, operand
+
+
+@gluon.jit
+def wait_for_kernel_in_front():
+    gl.inline_asm_elementwise("griddepcontrol.wait; mov.u32 $0, 0;", "=r", [], dtype=gl.int32, is_pure=False, pack=1)
+
+
+@gluon.jit
+def let_next_kernel_start():
+    gl.inline_asm_elementwise(
+        "griddepcontrol.launch_dependents; mov.u32 $0, 0;", "=r", [], dtype=gl.int32, is_pure=False, pack=1
+    )
+
+
+@gluon.jit
+def fence_device():
+    gl.inline_asm_elementwise("fence.acq_rel.gpu; mov.u32 $0, 0;", "=r", [], dtype=gl.int32, is_pure=False, pack=1)
+
+
+# ------------------------------------------------------------------------------------------------------- loading
+
+
+@gluon.jit
+def next_step(i_tile, i_step, steps):
+    last = i_step + 1 == steps
+    return gl.where(last, i_tile + 1, i_tile), gl.where(last, 0, i_step + 1)
+
+
+@gluon.jit
+def load_weight(
+    words, scales, zeros, full, s_words, s_scales, s_zeros, i_stage, i_n, i_step, N, blocks_n, CHUNKS_A_GROUP,
+    BN: gl.constexpr, UNROLL: gl.constexpr, GROUPS: gl.constexpr, ASYM: gl.constexpr, BYTES: gl.constexpr,
+):  # fmt: skip
+    """Asks for the words, scales and zeros of a stage. What lies past the end arrives as 0 or is never stored."""
+    mbarrier.expect(full, BYTES)
+    for i in gl.static_range(UNROLL):
+        chunk = i_step * UNROLL + i
+        unit = i_stage * UNROLL + i
+        for b in gl.static_range(2):
+            row = (2 * chunk + b) * blocks_n + i_n * (BN // 16)
+            tma_load(words, [row, 0], full, s_words.index(2 * unit + b))
+        for g in gl.static_range(GROUPS):
+            group = chunk * GROUPS + g if GROUPS > 1 else chunk // CHUNKS_A_GROUP
+            tma_load(scales, [group * N + i_n * BN], full, s_scales.index(unit * GROUPS + g))
+            if ASYM:
+                tma_load(zeros, [group * N + i_n * BN], full, s_zeros.index(unit * GROUPS + g))
+
+
+@gluon.jit
+def loader(
+    x, words, scales, zeros, s_words, s_x, s_scales, s_zeros, full, empty, N, blocks_n, steps, total, tiles_m,
+    CHUNKS_A_GROUP, BM: gl.constexpr, BN: gl.constexpr, UNROLL: gl.constexpr, STAGES: gl.constexpr,
+    GROUPS: gl.constexpr, ASYM: gl.constexpr, OVERLAP: gl.constexpr,
+):  # fmt: skip
+    """One warp: everything a program reads, STAGES stages ahead."""
+    SCALE_BYTES: gl.constexpr = scales.dtype.primitive_bitwidth // 8 + (1 if ASYM else 0)
+    BYTES: gl.constexpr = UNROLL * (BN * 64 + BM * 256 + GROUPS * BN * SCALE_BYTES)
+    pid = gl.program_id(0)
+    first = pid * total // gl.num_programs(0)
+    last = (pid + 1) * total // gl.num_programs(0)
+    i_tile = first // steps
+    i_step = first % steps
+    if OVERLAP:
+        # the weight is constant: its first stages may fly before the kernel in front, which made x, has finished
+        for i in gl.static_range(STAGES):
+            if first + i < last:
+                load_weight(
+                    words, scales, zeros, full.index(i), s_words, s_scales, s_zeros, i, i_tile // tiles_m, i_step, N,
+                    blocks_n, CHUNKS_A_GROUP, BN, UNROLL, GROUPS, ASYM, BYTES,
+                )  # fmt: skip
+                i_tile, i_step = next_step(i_tile, i_step, steps)
+        wait_for_kernel_in_front()
+        i_tile = first // steps
+        i_step = first % steps
+    i_stage = 0
+    phase = 1
+    for i in range(first, last):
+        ready = full.index(i_stage)
+        if not OVERLAP or i - first >= STAGES:
+            mbarrier.wait(empty.index(i_stage), phase)
+            load_weight(
+                words, scales, zeros, ready, s_words, s_scales, s_zeros, i_stage, i_tile // tiles_m, i_step, N,
+                blocks_n, CHUNKS_A_GROUP, BN, UNROLL, GROUPS, ASYM, BYTES,
+            )  # fmt: skip
+        for b in gl.static_range(2 * UNROLL):
+            o_x = [(i_tile % tiles_m) * BM, (i_step * 2 * UNROLL + b) * 64]
+            tma_load(x, o_x, ready, s_x.index(i_stage * 2 * UNROLL + b))
+        i_tile, i_step = next_step(i_tile, i_step, steps)
+        turn = i_stage + 1 == STAGES
+        i_stage = gl.where(turn, 0, i_stage + 1)
+        phase = gl.where(turn, phase ^ 1, phase)
+
+
+# -------------------------------------------------------------------------------------------------- sums of shares
+
+
+@gluon.jit
+def sum_shares(acc, partial, counters, i_tile, steps, total, BN: gl.constexpr, BM: gl.constexpr, LAYOUT: gl.constexpr):
+    """The whole sum of a tile, and whether this program holds it."""
+    pid = gl.program_id(0)
+    programs = gl.num_programs(0)
+    begin = i_tile * steps
+    first = ((begin + 1) * programs - 1) // total
+    last = ((begin + steps) * programs - 1) // total
+    whole = True
+    if first != last:
+        o_rows = gl.arange(0, BN, gl.SliceLayout(1, LAYOUT))[:, None] * BM
+        o_partial = o_rows + gl.arange(0, BM, gl.SliceLayout(0, LAYOUT))[None, :]
+        # a program shares at most the tile it starts in and the tile it ends in
+        mine = 2 * pid + ((pid * total // programs) // steps != i_tile).to(gl.int32)
+        gl.store(partial + mine * (BN * BM) + o_partial, acc, cache_modifier=".cg")
+        fence_device()
+        barrier()
+        # one program is the first of at most one shared tile, so its number names the counter
+        arrived = gl.atomic_add(counters + first, 1, sem="acq_rel")
+        whole = arrived == last - first
+        if whole:
+            fence_device()
+            acc = gl.zeros([BN, BM], gl.float32, LAYOUT)
+            for i in range(first, last + 1):
+                share = 2 * i + ((i * total // programs) // steps != i_tile).to(gl.int32)
+                acc += gl.load(partial + share * (BN * BM) + o_partial, cache_modifier=".cg")
+            gl.atomic_xchg(counters + first, 0, sem="relaxed")
+    return acc, whole
+
+
+@gluon.jit
+def finish(acc, bias, o_n, N, BIAS: gl.constexpr, DTYPE: gl.constexpr, SCALED: gl.constexpr):
+    if gl.bfloat16 == DTYPE and not SCALED:
+        acc = acc * 1048576.0  # 2^20, see BF16
+    if BIAS:
+        acc += gl.load(bias + o_n, mask=o_n < N, other=0.0).to(gl.float32)[:, None]
+    return acc
+
+
+# ------------------------------------------------------------------------------------------------------ mma.sync
+
+
+@gluon.jit
+def narrow_worker(
+    s_words, s_x, s_scales, s_zeros, full, empty, bias, out, partial, counters, M, N, steps, total, tiles_m,
+    BM: gl.constexpr, BN: gl.constexpr, UNROLL: gl.constexpr, STAGES: gl.constexpr, WARPS: gl.constexpr,
+    GROUPS: gl.constexpr, ASYM: gl.constexpr, BIAS: gl.constexpr, OVERLAP: gl.constexpr, WORDS: gl.constexpr,
+):  # fmt: skip
+    DTYPE: gl.constexpr = s_x.dtype
+    MMA: gl.constexpr = gl.NVMMADistributedLayout(version=[2, 0], warps_per_cta=[WARPS, 1], instr_shape=[16, 8])
+    LEFT: gl.constexpr = gl.DotOperandLayout(0, MMA, 2)
+    RIGHT: gl.constexpr = gl.DotOperandLayout(1, MMA, 2)
+    pid = gl.program_id(0)
+    first = pid * total // gl.num_programs(0)
+    last = (pid + 1) * total // gl.num_programs(0)
+    i_stage = 0
+    phase = 0
+    if OVERLAP:
+        wait_for_kernel_in_front()
+    for i_tile in range(first // steps, (last + steps - 1) // steps):
+        acc = gl.zeros([BN, BM], gl.float32, MMA)
+        for _ in range(gl.maximum(first, i_tile * steps), gl.minimum(last, (i_tile + 1) * steps)):
+            mbarrier.wait(full.index(i_stage), phase)
+            for i in gl.static_range(UNROLL):
+                unit = i_stage * UNROLL + i
+                dot = gl.zeros([BN, BM], gl.float32, MMA)
+                for b in gl.static_range(2):
+                    b_words = load_block(s_words.index(2 * unit + b), WORDS, BN)
+                    for c in gl.static_range(2 if GROUPS == 4 else 1):
+                        group = unit * GROUPS + (2 * b + c if GROUPS == 4 else b * (GROUPS - 1))
+                        p_x = s_x.index(2 * unit + b)
+                        b_part = b_words
+                        if GROUPS == 4:
+                            p_x = p_x.slice(32 * c, 32, dim=1)
+                            b_part = half_block(b_words, c, BN)
+                        b_a = operand(
+                            b_part, s_scales.index(group), s_zeros.index(group), BN, 1 if GROUPS == 4 else 2, DTYPE,
+                            ASYM, False, LEFT,
+                        )  # fmt: skip
+                        dot = mma_v2(b_a, p_x.permute((1, 0)).load(RIGHT), dot)
+                        if GROUPS > 1 or b == 1:
+                            # the scale meets the float32 sum of its group: it rounds nothing and is never narrowed
+                            b_scale = s_scales.index(group).load(gl.SliceLayout(1, MMA)).to(gl.float32)
+                            acc += dot * b_scale[:, None]
+                            dot = gl.zeros([BN, BM], gl.float32, MMA)
+            arrive_each_thread(empty.index(i_stage))
+            turn = i_stage + 1 == STAGES
+            i_stage = gl.where(turn, 0, i_stage + 1)
+            phase = gl.where(turn, phase ^ 1, phase)
+        acc, whole = sum_shares(acc, partial, counters, i_tile, steps, total, BN, BM, MMA)
+        if whole:
+            o_n = (i_tile // tiles_m) * BN + gl.arange(0, BN, gl.SliceLayout(1, MMA))
+            o_m = (i_tile % tiles_m) * BM + gl.arange(0, BM, gl.SliceLayout(0, MMA))
+            acc = finish(acc, bias, o_n, N, BIAS, DTYPE, False)
+            mask = (o_m < M)[None, :] & (o_n < N)[:, None]
+            gl.store(out + o_m[None, :].to(gl.int64) * N + o_n[:, None], acc.to(DTYPE), mask=mask)
+
+
+@gluon.jit(do_not_specialize=["M", "N", "blocks_n", "steps", "total", "tiles_m", "CHUNKS_A_GROUP"])
+def narrow_kernel(
+    x, words, scales, zeros, bias, out, partial, counters, M, N, blocks_n, steps, total, tiles_m, CHUNKS_A_GROUP,
+    BM: gl.constexpr, BN: gl.constexpr, UNROLL: gl.constexpr, STAGES: gl.constexpr, WARPS: gl.constexpr,
+    GROUPS: gl.constexpr, ASYM: gl.constexpr, BIAS: gl.constexpr, OVERLAP: gl.constexpr, WORDS: gl.constexpr,
+    SCALED: gl.constexpr,
+):  # fmt: skip
+    UNITS: gl.constexpr = STAGES * UNROLL
+    s_words = gl.allocate_shared_memory(gl.int32, [2 * UNITS, BN // 16, 128], words.layout)
+    s_x = gl.allocate_shared_memory(x.dtype, [2 * UNITS, BM, 64], x.layout)
+    s_scales = gl.allocate_shared_memory(scales.dtype, [UNITS * GROUPS, BN], scales.layout)
+    s_zeros = gl.allocate_shared_memory(gl.uint8, [UNITS * GROUPS, BN], zeros.layout) if ASYM else s_scales
+    full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    for i in gl.static_range(STAGES):
+        mbarrier.init(full.index(i), count=1)
+        mbarrier.init(empty.index(i), count=32 * WARPS)
+    if OVERLAP:
+        let_next_kernel_start()
+    gl.warp_specialize(
+        [
+            (narrow_worker, (s_words, s_x, s_scales, s_zeros, full, empty, bias, out, partial, counters, M, N, steps,
+                             total, tiles_m, BM, BN, UNROLL, STAGES, WARPS, GROUPS, ASYM, BIAS, OVERLAP, WORDS)),
+            (loader, (x, words, scales, zeros, s_words, s_x, s_scales, s_zeros, full, empty, N, blocks_n, steps, total,
+                      tiles_m, CHUNKS_A_GROUP, BM, BN, UNROLL, STAGES, GROUPS, ASYM, OVERLAP)),
+        ],
+        [1],
+        [24],
+    )  # fmt: skip
+
+
+# --------------------------------------------------------------------------------------------------------- wgmma
+
+
+@gluon.jit
+def wide_worker(
+    s_words, s_x, s_scales, s_zeros, full, empty, bias, out, partial, counters, M, N, steps, total, tiles_m,
+    BM: gl.constexpr, BN: gl.constexpr, PIECES: gl.constexpr, STAGES: gl.constexpr, WARPS: gl.constexpr,
+    GROUPS: gl.constexpr, ASYM: gl.constexpr, BIAS: gl.constexpr, OVERLAP: gl.constexpr, WORDS: gl.constexpr,
+    SCALED: gl.constexpr,
+):  # fmt: skip
+    """PIECES products a chunk; each operand is unpacked while the product before it runs."""
+    DTYPE: gl.constexpr = s_x.dtype
+    MMA: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[WARPS, 1], instr_shape=[16, BM, 16])
+    LEFT: gl.constexpr = gl.DotOperandLayout(0, MMA, 2)
+    HALVES: gl.constexpr = 4 // PIECES
+    A_GROUP: gl.constexpr = PIECES // GROUPS  # products that share a scale
+    pid = gl.program_id(0)
+    first = pid * total // gl.num_programs(0)
+    last = (pid + 1) * total // gl.num_programs(0)
+    i_stage = 0
+    phase = 0
+    zero = gl.zeros([BN, BM], gl.float32, MMA)
+    if OVERLAP:
+        wait_for_kernel_in_front()
+    mbarrier.wait(full.index(0), 0)
+    b_words = load_block(s_words.index(0), WORDS, BN)
+    b_part = b_words if PIECES == 2 else half_block(b_words, 0, BN)
+    b_a = operand(b_part, s_scales.index(0), s_zeros.index(0), BN, HALVES, DTYPE, ASYM, SCALED, LEFT)
+    for i_tile in range(first // steps, (last + steps - 1) // steps):
+        acc = warpgroup_mma_init(zero) if SCALED else zero
+        for i in range(gl.maximum(first, i_tile * steps), gl.minimum(last, (i_tile + 1) * steps)):
+            turn = i_stage + 1 == STAGES
+            n_stage = gl.where(turn, 0, i_stage + 1)
+            n_phase = gl.where(turn, phase ^ 1, phase)
+            for h in gl.static_range(PIECES):
+                p_x = s_x.index(2 * i_stage + h * 2 // PIECES)
+                if PIECES == 4:
+                    p_x = p_x.slice(32 * (h % 2), 32, dim=1)
+                if SCALED:
+                    if h == 0:
+                        # once the products of the chunk before are done, its stage has been read
+                        acc = warpgroup_mma_init(warpgroup_mma_wait(0, deps=[acc]))
+                        if i > first:
+                            arrive_each_thread(empty.index(gl.where(i_stage == 0, STAGES - 1, i_stage - 1)))
+                    acc = warpgroup_mma(b_a, p_x.permute((1, 0)), acc, is_async=True)
+                elif h % A_GROUP == 0:
+                    dot = warpgroup_mma(
+                        b_a, p_x.permute((1, 0)), warpgroup_mma_init(zero), use_acc=False, is_async=True
+                    )
+                else:
+                    dot = warpgroup_mma(b_a, p_x.permute((1, 0)), dot, is_async=True)
+                # the operand after this one
+                n = h + 1 if h + 1 < PIECES else 0
+                if n == 0:
+                    mbarrier.wait(full.index(n_stage), n_phase, pred=i + 1 < last)
+                    b_words = load_block(s_words.index(2 * n_stage), WORDS, BN)
+                    group = n_stage * GROUPS
+                else:
+                    if n * 2 % PIECES == 0:
+                        b_words = load_block(s_words.index(2 * i_stage + n * 2 // PIECES), WORDS, BN)
+                    group = i_stage * GROUPS + n * GROUPS // PIECES
+                b_part = b_words if PIECES == 2 else half_block(b_words, n % 2, BN)
+                b_next = operand(
+                    b_part, s_scales.index(group), s_zeros.index(group), BN, HALVES, DTYPE, ASYM, SCALED, LEFT
+                )
+                if not SCALED and h % A_GROUP == A_GROUP - 1:
+                    done = warpgroup_mma_wait(0, deps=[dot])
+                    p_scale = s_scales.index(i_stage * GROUPS + h * GROUPS // PIECES)
+                    acc += done * p_scale.load(gl.SliceLayout(1, MMA)).to(gl.float32)[:, None]
+                b_a = b_next
+            if not SCALED:
+                arrive_each_thread(empty.index(i_stage))
+            i_stage = n_stage
+            phase = n_phase
+        tile = warpgroup_mma_wait(0, deps=[acc]) if SCALED else acc
+        tile, whole = sum_shares(tile, partial, counters, i_tile, steps, total, BN, BM, MMA)
+        if whole:
+            o_n = (i_tile // tiles_m) * BN + gl.arange(0, BN, gl.SliceLayout(1, MMA))
+            tile = finish(tile, bias, o_n, N, BIAS, DTYPE, SCALED)
+            ALONG_N: gl.constexpr = BN // 8 if BN < 256 else 32
+            STORE: gl.constexpr = gl.BlockedLayout([8, 1], [ALONG_N, 32 // ALONG_N], [1, WARPS], [0, 1])
+            b_out = gl.convert_layout(tile.to(DTYPE), STORE)
+            c_n = (i_tile // tiles_m) * BN + gl.arange(0, BN, gl.SliceLayout(1, STORE))
+            c_m = (i_tile % tiles_m) * BM + gl.arange(0, BM, gl.SliceLayout(0, STORE))
+            mask = (c_m < M)[None, :] & (c_n < N)[:, None]
+            gl.store(out + c_m[None, :].to(gl.int64) * N + c_n[:, None], b_out, mask=mask)
+
+
+@gluon.jit(do_not_specialize=["M", "blocks_n", "steps", "total", "tiles_m", "CHUNKS_A_GROUP"])
+def wide_kernel(
+    x, words, scales, zeros, bias, out, partial, counters, M, N, blocks_n, steps, total, tiles_m, CHUNKS_A_GROUP,
+    BM: gl.constexpr, BN: gl.constexpr, PIECES: gl.constexpr, STAGES: gl.constexpr, WARPS: gl.constexpr,
+    GROUPS: gl.constexpr, ASYM: gl.constexpr, BIAS: gl.constexpr, OVERLAP: gl.constexpr, WORDS: gl.constexpr,
+    SCALED: gl.constexpr,
+):  # fmt: skip
+    s_words = gl.allocate_shared_memory(gl.int32, [2 * STAGES, BN // 16, 128], words.layout)
+    s_x = gl.allocate_shared_memory(x.dtype, [2 * STAGES, BM, 64], x.layout)
+    s_scales = gl.allocate_shared_memory(scales.dtype, [STAGES * GROUPS, BN], scales.layout)
+    s_zeros = gl.allocate_shared_memory(gl.uint8, [STAGES * GROUPS, BN], zeros.layout) if ASYM else s_scales
+    full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    for i in gl.static_range(STAGES):
+        mbarrier.init(full.index(i), count=1)
+        mbarrier.init(empty.index(i), count=32 * WARPS)
+    if OVERLAP:
+        let_next_kernel_start()
+    gl.warp_specialize(
+        [
+            (wide_worker, (s_words, s_x, s_scales, s_zeros, full, empty, bias, out, partial, counters, M, N, steps,
+                           total, tiles_m, BM, BN, PIECES, STAGES, WARPS, GROUPS, ASYM, BIAS, OVERLAP, WORDS, SCALED)),
+            (loader, (x, words, scales, zeros, s_words, s_x, s_scales, s_zeros, full, empty, N, blocks_n, steps, total,
+                      tiles_m, CHUNKS_A_GROUP, BM, BN, 1, STAGES, GROUPS, ASYM, OVERLAP)),
+        ],
+        [1],
+        [24],
+    )  # fmt: skip
