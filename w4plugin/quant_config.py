@@ -168,7 +168,7 @@ def _claims(where: str, config: Mapping[str, Any]) -> _Claims:
         "method": method,
         "layout": _layout(where, method, config),
         "producer": _producer(config, flat),
-        "pack_dtype": config.get("pack_dtype"),
+        "pack_dtype": _pack_dtype(where, config),
     }
     return _Claims(fields, config)
 
@@ -240,6 +240,11 @@ def _word(where: str, config: Mapping[str, Any], key: str) -> str | None:
             return None
         raise CorruptError(f"{where}: {key}", got=repr(value)[:80], wanted="a word")
     return value.strip().lower()
+
+
+def _pack_dtype(where: str, config: Mapping[str, Any]) -> str | None:
+    word = _word(where, config, "pack_dtype")
+    return None if word is None else word.removeprefix("torch.")
 
 
 def _producer(config: Mapping[str, Any], flat: Mapping[str, Any]) -> str | None:
