@@ -25,6 +25,9 @@ from w4plugin.formats import registry
 from w4plugin.formats.format import Decoded, Module
 from w4plugin.reference import Exact
 
+PACKER = "w4plugin"
+"""How this project names itself in the configs it writes."""
+
 
 @dataclass
 class Findings:
@@ -102,7 +105,8 @@ def compare_packed(
         _equal(partner, mine, theirs, found)
         _within_bound(module.name, mine, found)
     _compare_bias((one, module, decoded), (two, partner.tensors.get("bias")), found)
-    _idle_bits(partner, decoded2, tensors2, hashes, found)
+    ours = bool(hashes) or PACKER in (two.quant_config.producer or "")
+    _idle_bits(partner, decoded2, tensors2, ours, found)
     _hashed(tensors2, partner, hashes, found)
 
 
@@ -268,11 +272,9 @@ def _same(one: Checkpoint, name: str, two: Checkpoint, name2: str) -> bool:
     return all(a == b for a, b in pairs)
 
 
-def _idle_bits(
-    partner: Module, decoded: Decoded, tensors: Mapping[str, Tensor], hashes: Mapping[str, str], found: Findings
-) -> None:
+def _idle_bits(partner: Module, decoded: Decoded, tensors: Mapping[str, Tensor], ours: bool, found: Findings) -> None:
     """In an output of this project even bits that no reader looks at are those that the writer writes."""
-    if not hashes:
+    if not ours:
         return
     for suffix, written in registry.write_module(partner.format, decoded.weight).items():
         if suffix in tensors and not torch.equal(_raw(tensors[suffix]), _raw(written)):
