@@ -72,7 +72,11 @@ def span(group: int, unroll: int) -> int:
 
 
 def choose(p: Problem) -> Tile | None:
-    """The tile for a problem; None means dequantise first, then multiply densely."""
+    """The tile for a problem; None means dequantise first, then multiply densely.
+
+    It depends on M through its bucket alone, so a row has the same bits in every batch of that bucket.
+    """
+    p = replace(p, m=max(p.m, bucket(p.m)))
     entry = _nearest(p)
     if entry is None:
         tile = _rule(p)
