@@ -1,13 +1,15 @@
 """Small random models on disk: packed in any format, and the same weights plain.
 
-Codes, zero points and scales are drawn here, and the plain weights are computed from them here, in NumPy: what the
-packed folder is read with never touches the plain one.
+Codes, zero points and scales are drawn and packed by the NumPy packers of the format tests, and the plain weights are
+computed from the codes here: what a packed folder is read with never touches either.
 """
 
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,10 +17,33 @@ import numpy as np
 import torch
 from safetensors.torch import save_file
 
-from w4plugin.formats.format import Layer
-from w4plugin.formats.registry import quantization_config, write_module
-from w4plugin.packing import pack
-from w4plugin.tensor import W4Tensor
+from tests.formats import samples
+from tests.formats.samples import Truth
+
+Tensors = dict[str, torch.Tensor]
+
+
+def _auto_round(t: Truth) -> dict[str, Any]:
+    fields = {"bits": 4, "group_size": t.stated, "sym": t.sym, "data_type": "int", "autoround_version": "0.15.1"}
+    return {"quant_method": "auto-round", "packing_format": "auto_round", **fields}
+
+
+FORMATS: dict[str, tuple[Callable[[Truth], Tensors], Callable[[Truth], dict[str, Any]]]] = {
+    "gptq": (samples.pack_gptq, samples.gptq_config),
+    "gptq_v2": (partial(samples.pack_gptq, offset=0), partial(samples.gptq_config, version="gptq_v2")),
+    "auto-round": (partial(samples.pack_gptq, offset=0, g_idx=False), _auto_round),
+    "awq": (samples.pack_awq, samples.awq_config),
+    "awq-gemv": (samples.pack_gemv, partial(samples.awq_config, version="gemv")),
+    "awq-gemv-fast": (samples.pack_fast, partial(samples.awq_config, version="gemv_fast")),
+    "awq-marlin": (
+        partial(samples.pack_marlin, codes="qweight", scale="scales"),
+        partial(samples.awq_config, version="marlin", zero_point=False),
+    ),
+    "gptq-marlin": (samples.pack_marlin, partial(samples.gptq_config, version="marlin")),
+    "compressed-tensors": (samples.pack_ct, samples.ct_config),
+    "compressed-tensors act-order": (partial(samples.pack_ct, order=True), samples.ct_config),
+}
+"""Tensors of a weight, and the config that goes with them."""
 
 
 @dataclass(frozen=True)
@@ -108,32 +133,22 @@ class Shape:
         }
 
 
-@dataclass(frozen=True)
-class Drawn:
-    """A random quantised weight: what goes to disk, and what it means."""
-
-    packed: W4Tensor
-    plain: np.ndarray  # float64 [K, N]
-
-
-def draw(rng: np.random.Generator, N: int, K: int, recipe: Recipe, g_idx: np.ndarray | None = None) -> Drawn:
-    """A weight whose products have about the size that keeps activations at unit scale."""
-    groups = -(-K // recipe.group_size)
-    q = rng.integers(0, 16, (K, N))
-    z = np.full((groups, N), 8) if recipe.sym else rng.integers(1, 15, (groups, N))
+def draw(rng: np.random.Generator, N: int, K: int, recipe: Recipe, g: np.ndarray | None = None) -> Truth:
+    """A weight whose products have about the size that keeps activations at unit scale; ``g`` is a given act-order."""
+    size = min(recipe.group_size, K)
+    groups = -(-K // size)
+    z = np.full((groups, N), 8, np.uint8) if recipe.sym else rng.integers(1, 15, (groups, N), dtype=np.uint8)
     s = torch.from_numpy(rng.uniform(0.5, 1.5, (groups, N)) * 0.2 * K**-0.5).to(recipe.scale_dtype)
-    g = np.arange(K) // recipe.group_size
-    if recipe.act_order:
-        g = g[rng.permutation(K)] if g_idx is None else g_idx
-    plain = (q - z[g]) * s.double().numpy()[g]
-    packed = W4Tensor(
-        qweight=pack(torch.from_numpy(q).to(torch.uint8), 0),
-        scales=s,
-        zeros=None if recipe.sym else torch.from_numpy(z).to(torch.uint8),
-        g_idx=torch.from_numpy(g).to(torch.int32) if recipe.act_order else None,
-        group_size=recipe.group_size,
-    )
-    return Drawn(packed, plain)
+    if g is None:
+        g = np.arange(K) // size
+        g = rng.permutation(g) if recipe.act_order else g
+    return Truth(rng.integers(0, 16, (K, N), dtype=np.uint8), z, s, g.astype(np.int32), size, recipe.sym)
+
+
+def plain_weight(t: Truth) -> torch.Tensor:
+    """``[N, K]`` float32 of ``(q - z) * s``, exact for 16-bit scales."""
+    weight = (t.q.astype(np.int64) - t.z.astype(np.int64)[t.g]) * t.s.double().numpy()[t.g]
+    return torch.from_numpy(weight.T.copy()).float()
 
 
 def write(folder: Path, recipe: Recipe, shape: Shape | None = None, seed: int = 0) -> tuple[Path, Path]:
@@ -147,7 +162,7 @@ def write(folder: Path, recipe: Recipe, shape: Shape | None = None, seed: int = 
     shared: dict[str, torch.Tensor] = {"model.norm.weight": torch.ones(shape.hidden)}
     packed: dict[str, torch.Tensor] = {}
     plain: dict[str, torch.Tensor] = {}
-    layers: list[Layer] = []
+    truths: list[Truth] = []
 
     def floats(*size: int, std: float) -> torch.Tensor:
         return torch.from_numpy(rng.normal(0, std, size)).to(torch.float16).float()
@@ -156,11 +171,10 @@ def write(folder: Path, recipe: Recipe, shape: Shape | None = None, seed: int = 
         if name.rpartition(".")[2] in how.skip:
             shared[f"{name}.weight"] = floats(N, K, std=K**-0.5)
             return
-        drawn = draw(rng, N, K, how, g_idx)
-        tensors = gemv(drawn.packed) if how.format == "awq-gemv" else write_module(how.format, drawn.packed)
-        packed.update({f"{name}.{suffix}": tensor for suffix, tensor in tensors.items()})
-        plain[f"{name}.weight"] = torch.from_numpy(drawn.plain.T.copy()).float()
-        layers.append(Layer.of(name, drawn.packed))
+        truth = draw(rng, N, K, how, g_idx)
+        packed.update({f"{name}.{suffix}": tensor for suffix, tensor in FORMATS[how.format][0](truth).items()})
+        plain[f"{name}.weight"] = plain_weight(truth)
+        truths.append(truth)
 
     shared["model.embed_tokens.weight"] = floats(shape.vocab, shape.hidden, std=1.0)
     for i in range(shape.layers):
@@ -182,10 +196,7 @@ def write(folder: Path, recipe: Recipe, shape: Shape | None = None, seed: int = 
         add("lm_head", shape.vocab, shape.hidden, replace(recipe, skip=()), None)
     elif not shape.tied:
         shared["lm_head.weight"] = floats(shape.vocab, shape.hidden, std=shape.hidden**-0.5)
-    names = [n.removesuffix(".weight") for n in shared if n.endswith("_proj.weight")]
-    quant = quantization_config(recipe.format.removesuffix("-gemv"), layers, names)
-    if recipe.format == "awq-gemv":
-        quant["version"] = "gemv"
+    quant = FORMATS[recipe.format][1](max(truths, key=lambda t: t.K))
     if recipe.head == 8:
         quant = {**quant, "lm_head": True, "dynamic": {"lm_head": {"bits": 8, "group_size": 32, "sym": True}}}
     dtype = getattr(torch, shape.dtype)
@@ -195,18 +206,7 @@ def write(folder: Path, recipe: Recipe, shape: Shape | None = None, seed: int = 
     return folder / "packed", folder / "plain"
 
 
-def gemv(weight: W4Tensor) -> dict[str, torch.Tensor]:
-    """AWQ's GEMV layout: everything N-major, zero points and scales padded along the groups."""
-    padding = -weight.G % (8 * {32: 4, 64: 2}.get(weight.group_size, 1))
-    zeros = torch.nn.functional.pad(weight.full_zeros().t(), (0, padding))
-    return {
-        "qweight": weight.qweight.t().contiguous(),
-        "qzeros": pack(zeros, 1),
-        "scales": torch.nn.functional.pad(weight.scales.t(), (0, padding)).contiguous(),
-    }
-
-
-def eight_bit(rng: np.random.Generator, N: int, K: int) -> tuple[dict[str, torch.Tensor], torch.Tensor]:
+def eight_bit(rng: np.random.Generator, N: int, K: int) -> tuple[Tensors, torch.Tensor]:
     """A symmetric 8-bit GPTQ v2 module in groups of 32, as GPTQModel packs a head; and its plain weight ``[N, K]``."""
     q = rng.integers(0, 256, (K, N)).astype(np.uint8)
     s = (rng.uniform(0.5, 1.5, (K // 32, N)) * 0.01 * K**-0.5).astype(np.float16)

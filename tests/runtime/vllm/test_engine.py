@@ -1,7 +1,7 @@
 """The real engine: every format generates what its dequantised weights generate in the same engine.
 
-Random models run in float32, where both ways of computing differ by rounding at 1e-6 only: 64 greedy decisions are equal
-unless a weight is wrong.
+Random models run in float32, where both ways of computing differ by rounding at 1e-6 only: 64 greedy decisions are
+equal unless a weight is wrong.
 """
 
 from __future__ import annotations
@@ -34,7 +34,11 @@ CASES: dict[str, tuple[Recipe, Shape]] = {
     "auto-round": (Recipe("auto-round"), Shape()),
     "awq": (Recipe("awq"), Shape()),
     "awq gemv": (Recipe("awq-gemv"), Shape()),
+    "awq gemv_fast": (Recipe("awq-gemv-fast"), Shape()),
+    "awq marlin": (Recipe("awq-marlin", group_size=128, sym=True), Shape(heads=4, kv_heads=4, inner=512)),
+    "gptq marlin": (Recipe("gptq-marlin", group_size=128, sym=True), Shape(heads=4, kv_heads=4, inner=512)),
     "compressed-tensors": (Recipe("compressed-tensors"), Shape()),
+    "compressed-tensors act-order": (Recipe("compressed-tensors act-order", act_order="each"), Shape()),
     "compressed-tensors bfloat16 scales": (Recipe("compressed-tensors", scale_dtype=torch.bfloat16), Shape()),
     "gptq_v2 float32 scales": (Recipe("gptq_v2", scale_dtype=torch.float32), Shape()),
 }
