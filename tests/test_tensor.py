@@ -14,7 +14,7 @@ from torch import Tensor
 
 from w4plugin.errors import CorruptError, UnsupportedError, UsageError
 from w4plugin.packing import pack
-from w4plugin.tensor import W4Tensor
+from w4plugin.tensor import W4Tensor, rounded_once
 
 
 def random_weight(
@@ -65,6 +65,19 @@ def test_dequantize_is_the_formula(sym: bool, order: bool, experts: int | None, 
     for to in (torch.float16, torch.bfloat16, torch.float32):
         assert torch.equal(w.dequantize(to), plain.to(to))  # rounded once, from the exact product
     assert w.dequantize().dtype == dtype
+
+
+@pytest.mark.parametrize(("dtype", "digits"), [(torch.float16, 11), (torch.bfloat16, 8)])
+def test_float64_is_rounded_once(dtype: torch.dtype, digits: int) -> None:
+    tie, step = 1 + 2.0**-digits, 2.0 ** (1 - digits)
+    exact = torch.tensor([tie, tie + 2.0**-40, tie - 2.0**-40, 0.0, 1e300], dtype=torch.float64)
+    assert rounded_once(exact, dtype).tolist() == [1, 1 + step, 1, 0, math.inf]
+    assert rounded_once(-exact, dtype).tolist() == [-1, -1 - step, -1, 0, -math.inf]
+    random = torch.randn(5000, dtype=torch.float64, generator=torch.Generator().manual_seed(0)) * 1e-4
+    off = (rounded_once(random, dtype).double() - random).abs()
+    for neighbour in (math.inf, -math.inf):
+        other = torch.nextafter(rounded_once(random, dtype), torch.tensor(neighbour, dtype=dtype))
+        assert bool((off <= (other.double() - random).abs()).all())
 
 
 def test_properties() -> None:

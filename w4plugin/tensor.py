@@ -179,7 +179,7 @@ class W4Tensor:
         else:
             weight -= self.zeros.to(exact).gather(-2, index)
         weight *= self.scales.to(exact).gather(-2, index)
-        return weight.to(dtype or self.scales.dtype)
+        return rounded_once(weight, dtype or self.scales.dtype)
 
     def shard_n(self, start: int, stop: int) -> W4Tensor:
         """Columns ``start:stop``, as a column-parallel rank holds them."""
@@ -287,6 +287,21 @@ class W4Tensor:
         if self.experts is None:
             raise UsageError("expert", got="a single weight", wanted="a stack of experts")
         return self._with({name: t[index] for name, t in self.tensors().items()})
+
+
+def rounded_once(exact: Tensor, dtype: torch.dtype) -> Tensor:
+    """``exact`` in ``dtype``, each value the nearest one; ties go to the even one.
+
+    torch turns float64 into a 16-bit float by way of float32, which rounds twice: 1 + 2**-11 + 2**-40 becomes a tie in
+    float32 and then 1, not 1 + 2**-10. A float32 that was rounded to odd (towards 0, with its last bit set if anything
+    was cut off) never looks like a tie.
+    """
+    if exact.dtype != torch.float64 or dtype not in (torch.float16, torch.bfloat16):
+        return exact.to(dtype)
+    near = exact.to(torch.float32)
+    back = near.to(torch.float64)
+    bits = near.view(torch.int32) - (back.abs() > exact.abs()).to(torch.int32)
+    return (bits | (back != exact).to(torch.int32)).view(torch.float32).to(dtype)
 
 
 def _what(t: Tensor) -> str:

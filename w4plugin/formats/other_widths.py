@@ -27,6 +27,7 @@ from w4plugin.formats.grouping import group_index
 from w4plugin.formats.words import to_int32
 from w4plugin.note import Note
 from w4plugin.quant_config import QuantConfig
+from w4plugin.tensor import rounded_once
 
 READABLE = ("gptq", "gptq_v2", "auto-round")
 
@@ -88,7 +89,7 @@ def dequantize(
         weight = _codes(qweight[:, cut].mT, module, config, module.K).to(exact)
         weight -= true[:, cut].to(exact)[index].mT
         weight *= scales[:, cut].to(exact)[index].mT
-        out[cut] = weight.to(dtype)
+        out[cut] = rounded_once(weight, dtype)
     if not bool(torch.isfinite(out).all()):
         raise UnsupportedError(f"{name}.weight", got=f"values beyond {dtype}", wanted="a wider dtype")
     return Plain(out, zeros.notes + notes)
