@@ -74,7 +74,7 @@ def test_third_party_format_is_found_read_and_written(site: Path, monkeypatch: p
 def test_built_in_formats_cannot_be_taken_over(site: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (site / "greedy.py").write_text(
         "from dataclasses import replace\nfrom w4plugin.formats.registry import BUILT_IN\n"
-        "FORMAT = replace(BUILT_IN[1], name='greedy')\nTAKEN = BUILT_IN[1]\n"
+        "TAKEN = next(f for f in BUILT_IN if f.name == 'gptq')\nFORMAT = replace(TAKEN, name='greedy')\n"
     )
     install(site, "greedy:FORMAT", "greedy")
     from w4plugin.formats import find_modules
