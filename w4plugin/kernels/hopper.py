@@ -57,14 +57,13 @@ def prepare(w: W4Tensor) -> Prepared:
     return replace(p, backend="hopper", counters=torch.zeros(programs, dtype=torch.int32, device=w.device))
 
 
-@dataclass(frozen=True)
 class _View:
     """What Triton's launcher reads of a tensor descriptor; holds no tensor, so it keeps no weight alive."""
 
-    address: int
-    shape: tuple[int, ...]
-    strides: tuple[int, ...]
-    padding: str = "zero"
+    __slots__ = ("address", "padding", "shape", "strides")
+
+    def __init__(self, address: int, shape: tuple[int, ...], strides: tuple[int, ...]) -> None:
+        self.address, self.shape, self.strides, self.padding = address, shape, strides, "zero"
 
     @property
     def base(self) -> _View:
@@ -85,6 +84,7 @@ class Plan:
         sizes, constants, options: its arguments after the pointers.
         layouts: of the descriptors of x, words, scales and zeros, with their boxes.
         share: float32 elements of the partial sums of all programs.
+        views: of words, scales and zeros, by their addresses: a model's layers of one shape share a plan.
         compiled: the compiled kernel once there is one.
     """
 
@@ -96,6 +96,7 @@ class Plan:
     options: dict[str, Any] = field(default_factory=dict)
     layouts: tuple[tuple[list[int], Any], ...] = ()
     share: int = 0
+    views: dict[tuple[int, ...], tuple[_View, ...]] = field(default_factory=dict)
     compiled: list[Callable[..., None]] = field(default_factory=list)
 
 
@@ -143,11 +144,12 @@ def make_plan(tile: Tile | None, p: Problem, scale_dtype: torch.dtype, asym: boo
     total = -(-p.n // tile.bn) * tiles_m * steps
     programs = min(hopper_tiles.programs(tile, p), total)
     flat = gl.NVMMASharedLayout(swizzle_byte_width=0, element_bitwidth=8 * scale_dtype.itemsize, rank=1)
+    bytes_ = gl.NVMMASharedLayout(swizzle_byte_width=0, element_bitwidth=8, rank=1)
     layouts = (
         ([tile.bm, 64], gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)),
         ([tile.bn // COLUMNS, 128], gl.NVMMASharedLayout(swizzle_byte_width=0, element_bitwidth=32, rank=2)),
         ([tile.bn], flat),
-        ([tile.bn], gl.NVMMASharedLayout(swizzle_byte_width=0, element_bitwidth=8, rank=1) if asym else flat),
+        ([max(tile.bn, 128)], bytes_) if asym else ([tile.bn], flat),  # TMA writes at multiples of 128 bytes
     )
     return Plan(
         tile=tile,
@@ -204,31 +206,54 @@ def multiply(
         return portable._dense(x, qweight, scales, zeros, None, bias, n, group_size)
     out = x.new_empty((m, n))
     partial = torch.empty(plan.share, dtype=torch.float32, device=x.device)
-    stride = x.stride(0) if m > 1 else k
-    blocks = qweight.numel() // 128
-    views = [
-        ((m, k), (stride, 1)),
-        ((blocks, 128), (128, 1)),
-        ((scales.numel(),), (1,)),
-        ((scales.numel(),), (1,)),
-    ]
-    tensors = (x, qweight, scales, scales if zeros is None else zeros)
     pointers = (out if bias is None else bias, out, partial, counters)
+    aligned = bias is None or bias.data_ptr() % 16 == 0
+    x_view = _View(x.data_ptr(), (m, k), (x.stride(0) if m > 1 else k, 1))
     with device.current(x.device):
-        if plan.compiled and not any(t is not None and t.data_ptr() % 16 for t in pointers):
-            maps = [_View(t.data_ptr(), shape, strides) for t, (shape, strides) in zip(tensors, views, strict=True)]
-            plan.compiled[0](*maps, *pointers, *plan.sizes, *plan.constants)
+        if plan.compiled and aligned:
+            views = _weight_views(plan, qweight, scales, zeros)
+            plan.compiled[0](x_view, *views, *pointers, *plan.sizes, *plan.constants)
             return out
-        from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
-
-        maps = [
-            TensorDescriptor(t, list(shape), list(strides), box, layout)
-            for t, (shape, strides), (box, layout) in zip(tensors, views, plan.layouts, strict=True)
-        ]
-        compiled = plan.kernel[plan.grid](*maps, *pointers, *plan.sizes, *plan.constants, **plan.options)
-        if compiled is not None and not any(t is not None and t.data_ptr() % 16 for t in pointers):
+        compiled = plan.kernel[plan.grid](
+            *_descriptors(plan, x_view, x, qweight, scales, zeros),
+            *pointers,
+            *plan.sizes,
+            *plan.constants,
+            **plan.options,
+        )
+        if aligned:
             plan.compiled.append(compiled[plan.grid])  # skips Triton's binding of arguments, most of a call's time
     return out
+
+
+def _weight_views(plan: Plan, qweight: Tensor, scales: Tensor, zeros: Tensor | None) -> tuple[_View, ...]:
+    addresses = (qweight.data_ptr(), scales.data_ptr(), 0 if zeros is None else zeros.data_ptr())
+    views = plan.views.get(addresses)
+    if views is None:
+        if len(plan.views) > 4096:  # weights that came and went
+            plan.views.clear()
+        count = scales.numel()
+        views = (
+            _View(addresses[0], (qweight.numel() // 128, 128), (128, 1)),
+            _View(addresses[1], (count,), (1,)),
+            _View(addresses[2] or addresses[1], (count,), (1,)),
+        )
+        plan.views[addresses] = views
+    return views
+
+
+def _descriptors(
+    plan: Plan, x_view: _View, x: Tensor, qweight: Tensor, scales: Tensor, zeros: Tensor | None
+) -> list[Any]:
+    """What Triton wants on the first call of a kernel, when it derives the kernel's types."""
+    from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+
+    views = (x_view, *_weight_views(plan, qweight, scales, zeros))
+    tensors = (x, qweight, scales, scales if zeros is None else zeros)
+    return [
+        TensorDescriptor(t, list(v.shape), list(v.strides), box, layout)
+        for t, v, (box, layout) in zip(tensors, views, plan.layouts, strict=True)
+    ]
 
 
 BACKEND = Backend("hopper", why_not, prepare, portable.restore, apply, portable.backward)

@@ -83,8 +83,8 @@ def loader(
     GROUPS: gl.constexpr, ASYM: gl.constexpr, OVERLAP: gl.constexpr,
 ):  # fmt: skip
     """One warp: everything a program reads, STAGES stages ahead."""
-    SCALE_BYTES: gl.constexpr = scales.dtype.primitive_bitwidth // 8 + (1 if ASYM else 0)
-    BYTES: gl.constexpr = UNROLL * (BN * 64 + BM * 256 + GROUPS * BN * SCALE_BYTES)
+    SCALE_BYTES: gl.constexpr = BN * scales.dtype.primitive_bitwidth // 8 + (zeros.block_shape[0] if ASYM else 0)
+    BYTES: gl.constexpr = UNROLL * (BN * 64 + BM * 256 + GROUPS * SCALE_BYTES)
     pid = gl.program_id(0)
     first = pid * total // gl.num_programs(0)
     last = (pid + 1) * total // gl.num_programs(0)
@@ -233,7 +233,9 @@ def narrow_kernel(
     s_words = gl.allocate_shared_memory(gl.int32, [2 * UNITS, BN // 16, 128], words.layout)
     s_x = gl.allocate_shared_memory(x.dtype, [2 * UNITS, BM, 64], x.layout)
     s_scales = gl.allocate_shared_memory(scales.dtype, [UNITS * GROUPS, BN], scales.layout)
-    s_zeros = gl.allocate_shared_memory(gl.uint8, [UNITS * GROUPS, BN], zeros.layout) if ASYM else s_scales
+    s_zeros = (
+        gl.allocate_shared_memory(gl.uint8, [UNITS * GROUPS, zeros.block_shape[0]], zeros.layout) if ASYM else s_scales
+    )
     full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     for i in gl.static_range(STAGES):
@@ -278,8 +280,9 @@ def wide_worker(
     if OVERLAP:
         wait_for_kernel_in_front()
     mbarrier.wait(full.index(0), 0)
-    b_words = load_block(s_words.index(0), WORDS, BN)
-    b_part = b_words if PIECES == 2 else half_block(b_words, 0, BN)
+    b_first = load_block(s_words.index(0), WORDS, BN)
+    b_second = load_block(s_words.index(1), WORDS, BN)
+    b_part = b_first if PIECES == 2 else half_block(b_first, 0, BN)
     b_a = operand(b_part, s_scales.index(0), s_zeros.index(0), BN, HALVES, DTYPE, ASYM, SCALED, LEFT)
     for i_tile in range(first // steps, (last + steps - 1) // steps):
         acc = warpgroup_mma_init(zero) if SCALED else zero
@@ -308,12 +311,11 @@ def wide_worker(
                 n = h + 1 if h + 1 < PIECES else 0
                 if n == 0:
                     mbarrier.wait(full.index(n_stage), n_phase, pred=i + 1 < last)
-                    b_words = load_block(s_words.index(2 * n_stage), WORDS, BN)
+                    b_first = load_block(s_words.index(2 * n_stage), WORDS, BN)
                     group = n_stage * GROUPS
                 else:
-                    if n * 2 % PIECES == 0:
-                        b_words = load_block(s_words.index(2 * i_stage + n * 2 // PIECES), WORDS, BN)
                     group = i_stage * GROUPS + n * GROUPS // PIECES
+                b_words = b_first if n * 2 < PIECES else b_second
                 b_part = b_words if PIECES == 2 else half_block(b_words, n % 2, BN)
                 b_next = operand(
                     b_part, s_scales.index(group), s_zeros.index(group), BN, HALVES, DTYPE, ASYM, SCALED, LEFT
@@ -322,6 +324,8 @@ def wide_worker(
                     done = warpgroup_mma_wait(0, deps=[dot])
                     p_scale = s_scales.index(i_stage * GROUPS + h * GROUPS // PIECES)
                     acc += done * p_scale.load(gl.SliceLayout(1, MMA)).to(gl.float32)[:, None]
+                if n == 0:
+                    b_second = load_block(s_words.index(2 * n_stage + 1), WORDS, BN)
                 b_a = b_next
             if not SCALED:
                 arrive_each_thread(empty.index(i_stage))
@@ -351,7 +355,9 @@ def wide_kernel(
     s_words = gl.allocate_shared_memory(gl.int32, [2 * STAGES, BN // 16, 128], words.layout)
     s_x = gl.allocate_shared_memory(x.dtype, [2 * STAGES, BM, 64], x.layout)
     s_scales = gl.allocate_shared_memory(scales.dtype, [STAGES * GROUPS, BN], scales.layout)
-    s_zeros = gl.allocate_shared_memory(gl.uint8, [STAGES * GROUPS, BN], zeros.layout) if ASYM else s_scales
+    s_zeros = (
+        gl.allocate_shared_memory(gl.uint8, [STAGES * GROUPS, zeros.block_shape[0]], zeros.layout) if ASYM else s_scales
+    )
     full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     for i in gl.static_range(STAGES):

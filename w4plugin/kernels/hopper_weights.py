@@ -139,7 +139,8 @@ def operand(
 ):
     """Words as the left operand of the tensor cores."""
     if ASYM:
-        b_zero = twice(p_zero.load(gl.SliceLayout(1, b_words.type.layout)).to(gl.int32))[:, None]
+        b_zero = p_zero.slice(0, BN).load(gl.SliceLayout(1, b_words.type.layout)).to(gl.int32)
+        b_zero = twice(b_zero)[:, None]
     else:
         b_zero = gl.full([BN, 1], 0x00080008, gl.int32, b_words.type.layout)
     if gl.float16 == DTYPE:
