@@ -140,7 +140,7 @@ def _on_all_ranks(layer: Any, ask: Callable[[], Tensor], count: int, got: str, f
 @contextmanager
 def _as_rank(layer: Any, rank: int) -> Iterator[None]:
     """The layer as another rank would see it."""
-    own = _rank(layer)
+    own = getattr(layer, "tp_rank", None)
     indices = getattr(layer, "shard_indices", None)
     layer.tp_rank = rank
     if indices is not None:  # an embedding keeps its rank's share as numbers
@@ -155,6 +155,9 @@ def _as_rank(layer: Any, rank: int) -> Iterator[None]:
     try:
         yield
     finally:
-        layer.tp_rank = own
+        if own is None:
+            del layer.tp_rank
+        else:
+            layer.tp_rank = own
         if indices is not None:
             layer.shard_indices = indices
