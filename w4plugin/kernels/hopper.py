@@ -30,6 +30,8 @@ def why_not(target: Target, weight: W4Tensor | None) -> str | None:
     reason = portable.why_not(target, weight) or _gluon()
     if reason is not None or weight is None:
         return reason
+    if weight.N % COLUMNS:
+        return f"N = {weight.N} is not a multiple of {COLUMNS}, at which TMA can start a row of scales and zeros"
     found = grouping.runs(weight, RUN)
     if found is None or not fits(found.size, weight.K):
         size = weight.group_size if found is None else found.size
