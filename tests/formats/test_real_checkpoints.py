@@ -13,7 +13,7 @@ from safetensors import safe_open
 from torch import Tensor
 
 from w4plugin import reference
-from w4plugin.formats import Census, TensorHeader, find_modules, read_module
+from w4plugin.formats import Census, Layer, TensorHeader, find_modules, quantization_config, read_module, write_module
 from w4plugin.formats.other_widths import dequantize
 from w4plugin.packing import unpack
 from w4plugin.quant_config import QuantConfig
@@ -106,3 +106,51 @@ def test_group_sizes_and_shapes_from_headers() -> None:
     assert found["llama__lc_rtn_w4a16_asym_g32", k] == (4, 256, 128, 32)
     assert found["llama__gm_gptq_sym_g128_dynamic", "model.layers.1.mlp.down_proj"] == (8, 512, 256, 64)
     assert found["qwen2__gm_gptq_sym_g128_lmhead", "lm_head"] == (8, 256, 512, 32)
+
+
+WRITABLE = [p for p in CHECKPOINTS if not any(part in p.name for part in ("gemv", "ar_autoround"))]
+
+
+@pytest.mark.parametrize("folder", WRITABLE, ids=lambda p: p.name)
+def test_what_is_written_back_is_what_the_tool_wrote(folder: Path) -> None:
+    """Byte for byte, apart from a bias (the caller's) and the g_idx that AutoRound may leave out."""
+    tensors, census, config = opened(folder)
+    for module in census.modules:
+        own = {s: tensors[t] for s, t in module.tensors.items()}
+        again = write_module(module.format, read_module(module, own, config).weight)
+        assert again.keys() - {"g_idx"} == own.keys() - {"bias", "g_idx"}
+        for suffix in again.keys() & own.keys():
+            assert again[suffix].dtype == own[suffix].dtype
+            assert torch.equal(again[suffix], own[suffix]), f"{module.name}.{suffix}"
+
+
+SAID = ("bits", "group_size", "sym", "checkpoint_format", "format", "quant_method", "method", "pack_dtype", "version")
+
+
+@pytest.mark.parametrize("folder", [p for p in WRITABLE if "gm_" in p.name or "aa_" in p.name], ids=lambda p: p.name)
+def test_config_says_what_the_tool_says(folder: Path) -> None:
+    tensors, census, config = opened(folder)
+    layers = [
+        Layer.of(m.name, read_module(m, {s: tensors[t] for s, t in m.tensors.items()}, config).weight)
+        for m in census.modules
+    ]
+    (name,) = {m.format for m in census.modules}
+    written = quantization_config(name, layers, census.plain_layers)
+    theirs = json.loads((folder / "config.json").read_text())["quantization_config"]
+    for key in written.keys() & theirs.keys() & set(SAID):
+        assert written[key] == theirs[key], key
+    assert {"bits", "group_size", "quant_method"} <= written.keys() & theirs.keys()
+    for module in census.modules:
+        parsed = QuantConfig.from_dict(written).for_module(module.name)
+        assert parsed.group_size == config.for_module(module.name).group_size
+
+
+def test_act_order_in_the_written_config() -> None:
+    for folder in WRITABLE:
+        tensors, census, config = opened(folder)
+        weights = [read_module(m, {s: tensors[t] for s, t in m.tensors.items()}, config).weight for m in census.modules]
+        real = any(w.g_idx is not None for w in weights)
+        assert real == ("actorder" in folder.name and "perchannel" not in folder.name)
+        if census.modules[0].format.startswith("gptq"):
+            layers = [Layer.of(m.name, w) for m, w in zip(census.modules, weights, strict=True)]
+            assert quantization_config("gptq_v2", layers)["desc_act"] is real
