@@ -7,6 +7,8 @@ from typing import Any
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from torch import Tensor
 
 from tests.formats.samples import (
@@ -20,7 +22,7 @@ from tests.formats.samples import (
     pack_gptq,
     truth,
 )
-from w4plugin.errors import CorruptError, UnsupportedError
+from w4plugin.errors import CorruptError, UnsupportedError, W4Error
 from w4plugin.formats import Census, TensorHeader, find_modules
 from w4plugin.note import Note
 from w4plugin.quant_config import QuantConfig
@@ -238,3 +240,33 @@ def test_census_of_a_large_moe_takes_seconds_at_most() -> None:
     found = find_modules(headers, QuantConfig.from_dict(config))
     assert len(found.modules) == 15360
     assert time.process_time() - start < 20
+
+
+SUFFIXES = ("qweight", "qzeros", "scales", "g_idx", "bias", "B", "s", "weight_packed", "weight_scale", "weight_shape")
+SUFFIXES += ("weight_zero_point", "scaled_zeros", "zeros", "weight", "workspace", "codes")
+shapes = st.lists(st.sampled_from([0, 1, 2, 3, 4, 8, 16, 32, 64, 128, 256]), max_size=3).map(tuple)
+headers_of_a_module = st.dictionaries(
+    st.sampled_from(SUFFIXES),
+    st.builds(
+        TensorHeader, st.sampled_from(["I32", "I16", "I64", "F16", "BF16", "F32", "U8", "F8_E4M3", "BOOL"]), shapes
+    ),
+    max_size=6,
+)
+configs = st.sampled_from([{}, gptq_config(T), awq_config(T), awq_config(T, "gemv"), ct_config(T)])
+
+
+@settings(max_examples=400, deadline=None)
+@given(st.dictionaries(st.sampled_from(["a", "b.c", ""]), headers_of_a_module, max_size=2), configs)
+def test_any_headers_are_a_census_or_one_of_our_errors(
+    modules: dict[str, dict[str, TensorHeader]], config: dict[str, Any]
+) -> None:
+    found = {f"{n}.{s}".lstrip("."): h for n, headers in modules.items() for s, h in headers.items()}
+    try:
+        seen = find_modules(found, QuantConfig.from_dict(config))
+    except W4Error:
+        return
+    owned = [full for m in seen.modules + seen.other_width for full in m.tensors.values()]
+    assert sorted([*owned, *seen.plain]) == sorted(found)
+    for module in seen.modules:
+        assert min(module.K, module.N) >= 1
+        assert module.group_size is None or module.group_size >= 1
