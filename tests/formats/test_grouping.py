@@ -98,6 +98,13 @@ def test_group_number_out_of_range(value: int) -> None:
         read({**pack_gptq(t), "g_idx": index}, gptq_config(t))
 
 
+@pytest.mark.parametrize("shape", [(), (1,), (63,), (64, 1), (2, 32)])
+def test_index_of_another_shape(shape: tuple[int, ...]) -> None:
+    t = truth(28, K=64, size=16, order="act", lowest=1)
+    with pytest.raises(CorruptError, match="g_idx"):
+        read({**pack_gptq(t), "g_idx": torch.zeros(shape, dtype=torch.int32)}, gptq_config(t), None, pack_gptq(t))
+
+
 def test_fractions_in_the_index() -> None:
     t = truth(8, K=64, size=16, order="act", lowest=1)
     with pytest.raises(CorruptError, match="fractions"):

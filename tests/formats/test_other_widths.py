@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+from random import Random
+
 import numpy as np
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from torch import Tensor
 
 from tests.formats.samples import Array, census, checkpoint, gptq_config, pack_gptq, tensor, truth
-from w4plugin.errors import CorruptError, UnsupportedError
+from w4plugin.errors import CorruptError, UnsupportedError, W4Error
 from w4plugin.formats import Module, read_module
+from w4plugin.formats.conformance import DAMAGES
 from w4plugin.formats.other_widths import bit_planes, bit_stream, dequantize
 from w4plugin.quant_config import QuantConfig
 
@@ -154,3 +159,19 @@ def test_damage(damage: str) -> None:
         dtype = torch.float16
     with pytest.raises(UnsupportedError if damage == "range" else CorruptError):
         dequantize(module, tensors, config, dtype)
+
+
+@settings(max_examples=150, deadline=None)
+@given(st.sampled_from([2, 3, 8]), st.randoms(use_true_random=False))
+def test_random_damage_is_a_weight_or_one_of_our_errors(bits: int, random: Random) -> None:
+    tensors, _ = layer(bits)
+    module, config = found(tensors, CONFIG)
+    for _ in range(random.randint(1, 2)):
+        suffix = random.choice(sorted(tensors))
+        tensors[suffix] = random.choice(DAMAGES)(tensors[suffix], random)
+    try:
+        plain = dequantize(module, tensors, config)
+    except W4Error:
+        return
+    assert plain.weight.shape[1] == 64
+    assert bool(torch.isfinite(plain.weight).all())

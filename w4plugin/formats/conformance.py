@@ -256,6 +256,10 @@ def _flat(t: Tensor, random: Random) -> Tensor:
     return t.flatten()
 
 
+def _scalar(t: Tensor, random: Random) -> Tensor:
+    return t.flatten()[0] if t.numel() else t
+
+
 def _retyped(t: Tensor, random: Random) -> Tensor:
     chosen = random.choice([d for d in DTYPES if d not in (torch.uint16, torch.uint32, torch.uint64)])
     return t.to(torch.float64).nan_to_num().clamp(-100, 100).to(chosen) if random.random() < 0.5 else t.to(chosen)
@@ -278,7 +282,7 @@ def _poked(t: Tensor, random: Random) -> Tensor:
     return out
 
 
-DAMAGES: tuple[Damage, ...] = (_cut, _grown, _turned, _flat, _retyped, _noise, _poked)
+DAMAGES: tuple[Damage, ...] = (_cut, _grown, _turned, _flat, _scalar, _retyped, _noise, _poked)
 
 
 def _same_weight(fmt: Format, what: str, got: W4Tensor, wanted: W4Tensor) -> None:

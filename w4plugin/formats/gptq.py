@@ -76,7 +76,7 @@ def _width(candidate: Candidate, rows: int, zero_words: int | None, N: int) -> t
         sizes = [64, 32] if candidate.config.pack_dtype == "int64" else [32, 64]
     fits = [(b, rows * w // b, w) for w in sizes for b in WIDTHS if (rows * w) % b == 0]
     index = h.get("g_idx")
-    if index is not None and 0 not in index.shape:
+    if index is not None and index.shape and 0 not in index.shape:
         length = index.shape[-1]
         fits = [f for f in fits if f[1] == length]
         if not fits:

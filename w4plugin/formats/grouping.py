@@ -126,7 +126,7 @@ def read_index(
     K = shape[-1]
     if stored.numel() == 0:
         return None, (Note("info", where, "empty; groups are sequential"),)
-    if stored.shape[-1] > K:
+    if stored.ndim and stored.shape[-1] > K:
         missing = stored.shape[-1] - K
         raise CorruptError(
             where,
