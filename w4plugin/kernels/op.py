@@ -61,6 +61,19 @@ def linear(x: Tensor, weight: Prepared, bias: Tensor | None = None) -> Tensor:
     """
     if x.shape[-1] != weight.K:
         raise UsageError("linear: x", got=f"{list(x.shape)}", wanted=f"[..., {weight.K}], K of the weight")
+    if _direct(x, bias):
+        return _impl(
+            x,
+            weight.qweight,
+            weight.scales,
+            weight.zeros,
+            weight.g_idx,
+            weight.counters,
+            bias,
+            weight.N,
+            weight.group_size,
+            weight.backend,
+        )
     return torch.ops.w4plugin.w4a16_linear(  # type: ignore[no-any-return]
         x,
         weight.qweight,
@@ -72,6 +85,17 @@ def linear(x: Tensor, weight: Prepared, bias: Tensor | None = None) -> Tensor:
         weight.N,
         weight.group_size,
         weight.backend,
+    )
+
+
+def _direct(x: Tensor, bias: Tensor | None) -> bool:
+    """No tracing, gradient, mode or subclass: nothing that the dispatcher, half of a call, would have to tell."""
+    return (
+        type(x) is Tensor
+        and not torch.compiler.is_compiling()
+        and not (torch.is_grad_enabled() and (x.requires_grad or (bias is not None and bias.requires_grad)))
+        and torch._C._len_torch_dispatch_stack() == 0
+        and torch._C._len_torch_function_stack() == 0
     )
 
 
