@@ -46,7 +46,7 @@ def test_writers_are_these() -> None:
 
 @pytest.mark.parametrize("sym", [True, False])
 @pytest.mark.parametrize("size", [32, 128])
-@pytest.mark.parametrize(("first", "second"), itertools.product(WRITERS, WRITERS))
+@pytest.mark.parametrize(("first", "second"), list(itertools.product(WRITERS, WRITERS)))
 def test_every_pair_round_trips_to_the_same_bytes(first: str, second: str, size: int, sym: bool) -> None:
     t = truth(1, **{**HOLDS_ALL, "size": size}, sym=sym)
     original, config = written(first, weight(t))
