@@ -49,7 +49,8 @@ def test_every_target_holds_the_same_weights(tmp_path: Path, to: str) -> None:
 def test_plain_tensors_are_bit_for_bit(tmp_path: Path) -> None:
     odd = {
         "a.bool": torch.tensor([True, False]), "b.u8": torch.arange(5, dtype=torch.uint8), "empty": torch.zeros(0, 3),
-        "scalar": torch.tensor(1.5), "nan": torch.tensor([float("nan"), -0.0]), "f8": torch.zeros(3).to(torch.float8_e5m2),
+        "scalar": torch.tensor(1.5), "nan": torch.tensor([float("nan"), -0.0]),
+        "f8": torch.zeros(3).to(torch.float8_e5m2),
     }  # fmt: skip
     t = truth(lowest=1)
     tensors = {**models.layers({models.name(0): samples.pack_gptq(t)}), **models.plain(), **odd}

@@ -11,21 +11,18 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from w4plugin.checkpoint import output
 from w4plugin.checkpoint.checkpoint import Checkpoint
 from w4plugin.checkpoint.output import Request, Work
-from w4plugin.checkpoint.pickled import SAFETENSORS_DTYPE
+from w4plugin.checkpoint.prediction import Sizes, predict
 from w4plugin.checkpoint.repack import DEFAULT_FORMAT, Selection, facts_of
-from w4plugin.checkpoint.stream import Job, Product, Shape, copy_job
+from w4plugin.checkpoint.stream import Job, Product, copy_job
 from w4plugin.errors import UnsupportedError, UsageError, W4Error
 from w4plugin.formats import registry
 from w4plugin.formats.format import Decoded, Layer, Module
 from w4plugin.note import Note
 from w4plugin.packing import NIBBLES
 from w4plugin.quantize import quantize as quantize_weight
-from w4plugin.tensor import W4Tensor
 
 IN_A_BLOCK = re.compile(r"(^|\.)(layers|h|blocks|block)\.\d+\.")
 NOT_DECODER = re.compile(
@@ -143,20 +140,7 @@ def _job(checkpoint: Checkpoint, name: str, to: str, grid: tuple[int, bool], dev
             {f"{name}.{s}": t for s, t in written.items()}, {**facts, "from": checkpoint.headers[full].dtype}
         )
 
+    groups = 1 if group_size == -1 else -(-K // group_size)
+    predicted = predict(name, to, Sizes((), K, N, groups, "F16", sym, act_order=False))
     # float32 copies of the weight: as read, grouped, divided, and the codes
-    return Job(name, _predicted(name, to, (K, N), group_size, sym), make, size + 18 * K * N, size)
-
-
-def _predicted(name: str, to: str, shape: tuple[int, int], group_size: int, sym: bool) -> Mapping[str, Shape]:
-    K, N = shape
-    rows = K if group_size == -1 else group_size
-    groups = -(-K // rows)
-    blank = W4Tensor(
-        qweight=torch.empty((K // NIBBLES, N), dtype=torch.int32, device="meta"),
-        scales=torch.empty((groups, N), dtype=torch.float16, device="meta"),
-        zeros=None if sym else torch.empty((groups, N), dtype=torch.uint8, device="meta"),
-        g_idx=None,
-        group_size=rows,
-    )
-    written = registry.write_module(to, blank)
-    return {f"{name}.{s}": (SAFETENSORS_DTYPE[t.dtype], tuple(t.shape)) for s, t in written.items()}
+    return Job(name, predicted, make, size + 18 * K * N, size)

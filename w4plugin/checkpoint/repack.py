@@ -9,9 +9,7 @@ bit; a format that could not hold a module without a loss refuses it.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from fnmatch import fnmatchcase
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -24,13 +22,12 @@ from w4plugin.checkpoint.checkpoint import Checkpoint
 from w4plugin.checkpoint.header import nbytes
 from w4plugin.checkpoint.other_widths import Choice
 from w4plugin.checkpoint.output import Request, Work
-from w4plugin.checkpoint.pickled import SAFETENSORS_DTYPE, TORCH_DTYPE
+from w4plugin.checkpoint.pickled import SAFETENSORS_DTYPE
+from w4plugin.checkpoint.prediction import Sizes, predict
 from w4plugin.checkpoint.stream import Job, Product, Shape, copy_job
 from w4plugin.errors import UnsupportedError, UsageError, W4Error
 from w4plugin.formats import registry
 from w4plugin.formats.format import Decoded, Layer, Module
-from w4plugin.packing import NIBBLES
-from w4plugin.tensor import W4Tensor
 
 DEFAULT_FORMAT = "gptq_v2"
 
@@ -226,36 +223,23 @@ def _bias(module: Module, decoded: Decoded) -> dict[str, Tensor]:
 
 
 def _predicted(checkpoint: Checkpoint, module: Module, to: str) -> dict[str, Shape]:
-    """The tensors that a module will become, from its header; the bias, which is small, is looked at."""
-    lead = () if module.experts is None else (module.experts,)
-    dtype = TORCH_DTYPE[_scales_dtype(checkpoint, module)]
-    empty = partial(torch.empty, device="meta")
-    groups = -(-module.K // module.group_size) if module.group_size else 1
+    """The tensors that a module will become, from its header and the config; the bias, which is small, is looked at."""
     expected = checkpoint.quant_config.for_module(module.name)
-    rows = -(-module.K // NIBBLES) * NIBBLES
-    blank = W4Tensor(
-        qweight=empty((*lead, rows // NIBBLES, module.N), dtype=torch.int32),
-        scales=empty((*lead, groups, module.N), dtype=dtype),
-        zeros=None if expected.sym is not False else empty((*lead, groups, module.N), dtype=torch.uint8),
-        g_idx=empty((*lead, rows), dtype=torch.int32) if expected.desc_act and groups > 1 else None,
-        group_size=module.group_size or rows,
+    groups = -(-module.K // module.group_size) if module.group_size else 1
+    sizes = Sizes(
+        lead=() if module.experts is None else (module.experts,),
+        K=module.K,
+        N=module.N,
+        G=groups,
+        scales=_scales_dtype(checkpoint, module),
+        sym=expected.sym is not False,
+        act_order=bool(expected.desc_act) and groups > 1,
     )
-    written = _blank_written(to, blank, module.name)
-    found = {f"{module.name}.{s}": (SAFETENSORS_DTYPE[t.dtype], tuple(t.shape)) for s, t in written.items()}
+    found = predict(module.name, to, sizes)
     bias = module.tensors.get("bias")
     if bias is not None and bool(checkpoint.tensor(bias).any()):
         found[bias] = (checkpoint.headers[bias].dtype, checkpoint.headers[bias].shape)
     return found
-
-
-def _blank_written(to: str, blank: W4Tensor, name: str) -> dict[str, Tensor]:
-    """What ``to`` would write. ``desc_act`` of a config is no proof of act-order and must not refuse anything."""
-    for guess in (blank, replace(blank, g_idx=None)):
-        try:
-            return registry.write_module(to, guess)
-        except UnsupportedError as fault:
-            refused = fault.at(name)
-    raise refused
 
 
 def _scales_dtype(checkpoint: Checkpoint, module: Module) -> str:

@@ -108,7 +108,8 @@ class Staging:
         os.close(self._lock)
 
     def _remember(self, name: str, facts: Mapping[str, Any]) -> None:
-        disk.write_file(self._memory / name, json.dumps(facts, sort_keys=True).encode())
+        # in the order in which it was made, so that a report after a resume has its keys where they always are
+        disk.write_file(self._memory / name, json.dumps(facts).encode())
 
     def _remembered(self, name: str) -> dict[str, Any]:
         path = self._memory / name
@@ -135,7 +136,7 @@ def require_free(out: Path, *, force: bool) -> None:
     if not force:
         raise UsageError(
             str(out),
-            got="a folder that holds something",
+            got="a folder that is not empty",
             wanted="one that does not exist yet",
             todo="--force replaces it.",
         )

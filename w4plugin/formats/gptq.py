@@ -206,7 +206,7 @@ def write_v1(weight: W4Tensor) -> dict[str, Tensor]:
         UnsupportedError: a zero point is 0, which readers of v1 decode in four different ways.
     """
     zeros = weight.full_zeros()
-    if not zeros.is_meta and not bool(zeros.all()):  # a meta tensor asks for shapes alone
+    if not bool(zeros.all()):
         count = int((zeros == 0).sum())
         raise UnsupportedError(
             "gptq (v1)", got=f"{count} zero points of 0", wanted="1..15, since zero - 1 is stored", todo="use gptq_v2"
