@@ -55,3 +55,8 @@ def triton_version() -> str | None:
     except ImportError:
         return None
     return str(triton.__version__)
+
+
+def triton_release() -> tuple[int, ...]:
+    """(major, minor) of that version, (0, 0) without one."""
+    return tuple(int(part) for part in (triton_version() or "0.0").split(".")[:2])

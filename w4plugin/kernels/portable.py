@@ -22,6 +22,8 @@ from w4plugin.kernels.tiles import Problem, Tile
 from w4plugin.tensor import W4Tensor
 
 OLDEST_TRITON = (3, 6)
+DENSE_TILES = 4
+"""Groups of 16 columns that one program of the dense path takes."""
 RUN = 16
 """Rows that must share a group for a tile to take their scale at once: the K of one tensor-core instruction."""
 SCRATCH = 128 * 2**20
@@ -35,7 +37,7 @@ def why_not(target: Target, weight: W4Tensor | None) -> str | None:
     version = device.triton_version()
     if version is None:
         return "Triton is not installed"
-    if tuple(int(part) for part in version.split(".")[:2]) < OLDEST_TRITON:
+    if device.triton_release() < OLDEST_TRITON:
         return f"Triton {version} is older than 3.6"
     if target.arch.startswith("sm_"):
         if int(target.arch[3:]) < 80:
@@ -222,7 +224,7 @@ def constants(p: Problem, tile: Tile, *, asym: bool, by_row: bool, bias: bool) -
         "WHOLE_K": p.k % (ROWS * tile.unroll) == 0,
         "WHOLE_N": p.n % tile.bn == 0,
         "UNPACK": unpack_mode(p.arch),
-        "KW": 2 if by_row else slot_width(p.arch, tile),
+        "KW": 2 if by_row else slot_width(p, tile, asym, device.triton_release()),
     }
 
 
@@ -233,12 +235,19 @@ def unpack_mode(arch: str) -> str:
     return "asm" if arch.startswith("sm_") else "shift"
 
 
-def slot_width(arch: str, tile: Tile) -> int:
-    """K slots of a row that one thread holds in the dot operand that the compiler will choose: 2 for wgmma, 4 else.
+def slot_width(p: Problem, tile: Tile, asym: bool, version: tuple[int, ...]) -> int:
+    """K slots of a row that one thread holds side by side in the dot operand that the compiler will choose.
 
-    Only speed hangs on it: where it is wrong, the compiler moves weights between threads.
+    Only speed hangs on it: where it is wrong, the compiler moves weights between threads (tools/cross_compile shows
+    that). wgmma and tcgen05 take 2. For mma.sync Triton derives the number from the narrowest load that it sees the
+    operand made of, within the loop or before it: 2 from version 3.8 on, 4 until 3.7, 8 where that is the uint8 zeros.
     """
-    return 2 if arch == "sm_90" and tile.warps % 4 == 0 and tile.bn >= 64 and tile.bm >= 16 else 4
+    wide = p.arch[:5] in ("sm_90", "sm_10") and tile.warps % 4 == 0 and tile.bn >= 64
+    if wide and (tile.bm >= 16 or version >= (3, 8)):
+        return 2
+    if asym and (p.group == 0 or not tile.ahead):
+        return 8
+    return 2 if version >= (3, 8) else 4
 
 
 def _fused(
@@ -300,7 +309,7 @@ def weight_t(
 
     out = torch.empty((columns, k), dtype=dtype, device=qweight.device)
     group = 0 if rows is not None or group_size >= k else group_size
-    j = 4
+    j = DENSE_TILES
     grid = (qweight.shape[0], blocks(columns, COLUMNS * j))
     with device.current(qweight.device):
         dequantize_kernel[grid](
