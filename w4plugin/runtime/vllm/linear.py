@@ -9,6 +9,7 @@ laid side by side.
 from __future__ import annotations
 
 import functools
+from collections import Counter
 from dataclasses import dataclass
 from typing import Any
 
@@ -186,3 +187,11 @@ def _register(layer: Layer, weight: W4Tensor | Tensor, index: int, loading: Load
         if tensor is not None:
             layer.register_parameter(name + tail, Parameter(tensor, requires_grad=False))
     return Piece(tuple(names), ready.N, ready.group_size, ready.backend)
+
+
+def backends(model: Layer) -> dict[str, int]:
+    """Kernel backend of every multiplication of a loaded model, counted; for ``LLM.apply_model``."""
+    counts: Counter[str] = Counter()
+    for layer in model.modules():
+        counts.update(piece.backend or "plain weight" for piece in getattr(layer, "w4_pieces", ()))
+    return dict(counts)
