@@ -96,6 +96,7 @@ class Hub(ThreadingHTTPServer):
         self.asked: list[tuple[str, str, str | None]] = []
         self.sent: dict[str, Any] = {}
         self.blobs: dict[str, bytes] = {}
+        self.private = True
 
     @property
     def address(self) -> str:
@@ -142,6 +143,8 @@ class Answer(BaseHTTPRequestHandler):
     def do_GET(self) -> None:
         path = self._note()
         names = sorted(p.name for p in self.server.folder.iterdir())
+        if path == "/api/models/me/out":
+            return self._json({"id": "me/out", "modelId": "me/out", "private": self.server.private, "siblings": []})
         if path.startswith("/api/models/org/name"):
             if "/tree/" in path:
                 entries = [self._entry(name) for name in names]
@@ -252,12 +255,24 @@ def test_push_to_hub(tmp_path: Path, hub: Hub) -> None:
                "--format", "json", **settings)  # fmt: skip
     assert done.returncode == 0, done.stderr
     assert json.loads(done.stdout)["uploaded"].endswith(OTHER)
-    assert hub.sent["create"]["private"] is True
+    created = hub.sent["create"]
+    assert created.get("visibility") == "private" or created.get("private") is True  # spelled so by older versions
     committed = {entry["value"].get("path") for entry in hub.sent["commit"] if entry["key"] != "header"}
     assert committed == {p.name for p in (tmp_path / "out").iterdir()}
     weights = (tmp_path / "out" / "model.safetensors").read_bytes()
     assert hub.blobs[hashlib.sha256(weights).hexdigest()] == weights
     assert "hf_secret" not in done.stdout + done.stderr
+
+
+def test_a_public_repository_is_no_place_for_private_weights(tmp_path: Path, hub: Hub) -> None:
+    source = models.gptq(tmp_path / "in")
+    hub.private = False
+    done = run("repack", source, tmp_path / "out", "--push-to-hub", "me/out", "--private", "--token", "hf_secret",
+               HF_ENDPOINT=hub.address, HF_HUB_DISABLE_XET="1")  # fmt: skip
+    assert done.returncode == 2, done.stderr
+    assert "is public" in done.stderr
+    assert "commit" not in hub.sent
+    assert not (tmp_path / "out").exists()
 
 
 def test_a_push_that_must_fail_fails_before_the_work(tmp_path: Path) -> None:

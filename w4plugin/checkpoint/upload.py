@@ -11,18 +11,27 @@ def require_repo(repo: str, *, private: bool, token: str | None) -> None:
     """Create the repository, or find that it exists, before the work begins.
 
     Raises:
-        UsageError: no repository can have that name.
+        UsageError: no repository can have that name, or a private one is wanted and a public one exists.
         StorageError: the hub refuses, or cannot be reached.
     """
     import huggingface_hub as hub
     from huggingface_hub import errors
 
     try:
-        hub.HfApi(token=token).create_repo(repo, private=private or None, exist_ok=True)
+        api = hub.HfApi(token=token)
+        full = api.create_repo(repo, private=private or None, exist_ok=True).repo_id
+        public = private and not api.model_info(full).private
     except errors.HFValidationError as fault:
         raise UsageError("--push-to-hub", got=repr(repo), wanted="a repository like name or org/name") from fault
     except Exception as fault:
         raise _failed(repo, fault) from fault
+    if public:
+        raise UsageError(
+            f"--push-to-hub {repo}",
+            got="a repository that exists and is public",
+            wanted="a private one, as --private says",
+            todo="Name another, or leave --private out.",
+        )
 
 
 def push(folder: Path, repo: str, *, token: str | None) -> str:
