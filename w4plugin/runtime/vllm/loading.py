@@ -111,7 +111,10 @@ class Loading:
             if n != self.n_layer:
                 raise CorruptError(part.name, got=f"N = {n}", wanted=f"{self.n_layer}", todo=OTHER_MODEL)
             first, last = placement.rows(self.layer, self.loader, self.k_layer, k, part.name)
-            return Share(0, n, weight.shard_k(first, last) if packed else weight[:, first:last].contiguous())
+            try:
+                return Share(0, n, weight.shard_k(first, last) if packed else weight[:, first:last].contiguous())
+            except UnsupportedError as error:
+                raise error.at(part.name) from error
         place = placement.columns(self.layer, self.loader, self.n_layer, n, shard_id, part.name)
         return Share(place.start, place.stop, placement.cut(weight, place.source))
 
