@@ -14,12 +14,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from w4plugin import __version__
 from w4plugin.checkpoint import card, disk, side_files, stream
 from w4plugin.checkpoint.checkpoint import CONFIG, Checkpoint
 from w4plugin.checkpoint.header import nbytes
 from w4plugin.checkpoint.staging import REPORT, Staging, require_apart, require_free
-from w4plugin.errors import CorruptError
+from w4plugin.errors import CorruptError, UsageError
 from w4plugin.note import Note
 
 BARE_CONFIG = "quantize_config.json"
@@ -84,6 +86,7 @@ def write(checkpoint: Checkpoint, work: Work, request: Request) -> dict[str, Any
     """
     started = time.monotonic()
     _require_distinct(work.jobs)
+    _require_device(request.device)
     require_apart(checkpoint.source.folder, request.out)
     require_free(request.out, force=request.force)
     files = side_files.plan(checkpoint)
@@ -218,6 +221,16 @@ def _digest(content: Any) -> str:
 def _stamp(path: Path) -> tuple[int, int]:
     status = path.stat()
     return status.st_size, status.st_mtime_ns
+
+
+def _require_device(name: str) -> None:
+    """Refuse a device that this torch does not have, before any work."""
+    try:
+        usable = torch.device(name).type != "meta" and torch.empty(1, device=name).numel() == 1
+    except (RuntimeError, AssertionError, NotImplementedError):  # torch has no class of its own for this
+        usable = False
+    if not usable:
+        raise UsageError("--device", got=repr(name), wanted="a device that this torch can use, such as cpu or cuda")
 
 
 def _require_distinct(jobs: Sequence[stream.Job]) -> None:

@@ -52,12 +52,16 @@ class Staging:
         self._memory = self.folder / _MEMORY
         self._asked = hashlib.sha256(json.dumps(asked, sort_keys=True).encode()).hexdigest()
         self.corrections: dict[str, Any] = {}
-        plan = self._remembered(_PLAN)
-        self.resumed = plan.get("asked") == self._asked
-        if self.resumed:
-            self.corrections = plan["corrections"]
-        else:
-            self.restart({})
+        try:
+            plan = self._remembered(_PLAN)
+            self.resumed = plan.get("asked") == self._asked
+            if self.resumed:
+                self.corrections = plan["corrections"]
+            else:
+                self.restart({})
+        except BaseException:  # nobody will leave a context that was never entered
+            os.close(self._lock)
+            raise
 
     def restart(self, corrections: Mapping[str, Any]) -> None:
         """Drop everything written so far, and remember what was learnt about the output's layout."""
