@@ -64,7 +64,9 @@ def path(dense: bool) -> Factory:
                 tile = None if dense else tiles.choose(problem) or tiles.choose(replace(problem, m=1024))
                 if tile is None and not dense:
                     raise UnsupportedError(f"M = {x.shape[0]}", got="no fused tile", wanted="a table that holds one")
-                plan = plans[x.shape[0]] = portable.make_plan(problem, tile, p.zeros is not None, False, False, True)
+                plan = plans[x.shape[0]] = portable.make_plan(
+                    problem, tile, asym=p.zeros is not None, bias=False, counters=True
+                )
             return portable.multiply(
                 plan, x, state["qweight"], state["scales"], state["zeros"], None, state["counters"], None, p.group_size
             )

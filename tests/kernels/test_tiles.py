@@ -27,8 +27,9 @@ def multiply(x: Tensor, p: Prepared, tile: Tile | None, bias: Tensor | None = No
     """The portable backend held to one tile."""
     problem = portable.problem(x, p.scales, p.g_idx, p.N, p.group_size)
     chosen = None if tile is None else tiles.fit(tile, problem)
-    by_row = p.g_idx is not None and p.g_idx.ndim == 2
-    plan = portable.make_plan(problem, chosen, p.zeros is not None, by_row, bias is not None, p.counters is not None)
+    plan = portable.make_plan(
+        problem, chosen, asym=p.zeros is not None, bias=bias is not None, counters=p.counters is not None
+    )
     return portable.multiply(plan, x, p.qweight, p.scales, p.zeros, p.g_idx, p.counters, bias, p.group_size)
 
 
@@ -39,6 +40,9 @@ VARIANTS = [
     Tile(32, 64, 2, 1, 4, 3, False),
     Tile(32, 64, 4, 3, 4, 3, False, ahead=False),
     Tile(16, 32, 2, 1, 1, 3, True, ahead=False),
+    Tile(16, 32, 1, 1, 4, 2, True, k_warps=4),
+    Tile(16, 16, 2, 2, 2, 3, True, k_warps=2, pdl=True),
+    Tile(32, 32, 1, 1, 4, 2, False, k_warps=4, ahead=False),
 ]
 CASES = [
     Case(96, 48, 16),  # C10: a step of 64, 128 or 256 rows spans many groups
@@ -143,7 +147,8 @@ def test_every_choice_is_legal() -> None:
         assert tile.bm >= (8 if arch.startswith("sm_") else 16), where
         assert tile.bn % 16 == 0, where
         assert tile.warps & (tile.warps - 1) == 0, where
-        assert 1 <= tile.split <= -(-k // (64 * tile.unroll)), where
+        assert 1 <= tile.split <= tiles.steps(tile, p), where
+        assert tile.k_warps in (1, tile.warps), where
         assert tile.split == 1 or tiles.grid(tile, p) <= tiles.COUNTERS, where
         assert not tile.on_sum or tiles.span(group, tile.unroll) >= 64, where
         assert tile.on_sum or narrow or tiles.span(group, tile.unroll) < 64, where

@@ -117,7 +117,6 @@ class Plan:
     Attributes:
         problem: what the tile was chosen for.
         tile: of the fused kernel; None for the dense path.
-        by_row: every row names its own group.
         grid: programs of the fused kernel.
         constants: its constexpr arguments, in order.
         runners: the compiled kernel by x's row stride, which Triton specialises on.
@@ -125,7 +124,6 @@ class Plan:
 
     problem: Problem
     tile: Tile | None
-    by_row: bool
     grid: tuple[int, int, int] = (0, 0, 0)
     constants: tuple[Any, ...] = ()
     runners: dict[int, Callable[..., None]] = field(default_factory=dict)
@@ -154,7 +152,9 @@ def apply(
     if plan is None:
         _check(x, qweight, scales, zeros, g_idx, n, group_size)
         p = problem(x, scales, g_idx, n, group_size)
-        plan = make_plan(p, tiles.choose(p), zeros is not None, _by_row(g_idx), bias is not None, counters is not None)
+        plan = make_plan(
+            p, tiles.choose(p), asym=zeros is not None, bias=bias is not None, counters=counters is not None
+        )
         _plans[key] = plan
     return multiply(plan, x, qweight, scales, zeros, g_idx, counters, bias, group_size)
 
@@ -165,17 +165,17 @@ def problem(x: Tensor, scales: Tensor, g_idx: Tensor | None, n: int, group_size:
     where = device.target(x.device, x.dtype)
     group = 0 if _by_row(g_idx) or group_size >= k else group_size
     sms = device.multiprocessors(where.device)
-    return Problem(max(m, 1), n, k, group, scales.dtype == x.dtype, where.arch, sms)
+    return Problem(max(m, 1), n, k, group, scales.dtype == x.dtype, where.arch, sms, _by_row(g_idx))
 
 
-def make_plan(p: Problem, tile: Tile | None, asym: bool, by_row: bool, bias: bool, counters: bool) -> Plan:
+def make_plan(p: Problem, tile: Tile | None, *, asym: bool, bias: bool, counters: bool) -> Plan:
     """A plan that runs ``tile``, or the dense path for None."""
     if tile is None:
-        return Plan(p, None, by_row)
+        return Plan(p, None)
     if not counters:
         tile = replace(tile, split=1)
     grid = (blocks(p.m, tile.bm), blocks(p.n, tile.bn), tile.split)
-    return Plan(p, tile, by_row, grid, tuple(constants(p, tile, asym=asym, by_row=by_row, bias=bias).values()))
+    return Plan(p, tile, grid, tuple(constants(p, tile, asym=asym, bias=bias).values()))
 
 
 def multiply(
@@ -193,7 +193,7 @@ def multiply(
     n = plan.problem.n
     if not x.numel():
         return x.new_zeros((x.shape[0], n))
-    if g_idx is not None and not plan.by_row:
+    if g_idx is not None and not plan.problem.by_row:
         x, g_idx = x.index_select(1, g_idx), None
     elif x.stride(1) != 1 or x.stride(0) % 8 or x.data_ptr() % 16:
         x = x.clone(memory_format=torch.contiguous_format)
@@ -206,26 +206,34 @@ def _by_row(g_idx: Tensor | None) -> bool:
     return g_idx is not None and g_idx.ndim == 2
 
 
-def constants(p: Problem, tile: Tile, *, asym: bool, by_row: bool, bias: bool) -> dict[str, Any]:
+def constants(p: Problem, tile: Tile, *, asym: bool, bias: bool) -> dict[str, Any]:
     """The constexpr arguments of ``matmul_kernel``, in its order."""
     return {
         "BM": tile.bm,
         "BN": tile.bn,
         "UNROLL": tile.unroll,
+        "K_WARPS": tile.k_warps,
         "SPLIT": tile.split,
         "STAGES": tile.stages,
         "PREFETCH": tile.ahead,
+        "PDL": tile.pdl,
         "GROUP": p.group,
         "SPAN": tiles.span(p.group, tile.unroll),
         "ASYM": asym,
-        "ON_SUM": tile.on_sum and not by_row,
-        "BY_ROW": by_row,
+        "ON_SUM": tile.on_sum,
+        "BY_ROW": p.by_row,
         "BIAS": bias,
-        "WHOLE_K": p.k % (ROWS * tile.unroll) == 0,
+        "WHOLE_K": p.k % (ROWS * tile.unroll * tile.k_warps) == 0,
         "WHOLE_N": p.n % tile.bn == 0,
         "UNPACK": unpack_mode(p.arch),
-        "KW": 2 if by_row else slot_width(p, tile, asym, device.triton_release()),
+        "KW": 2 if p.by_row else slot_width(p, tile, asym, device.triton_release()),
     }
+
+
+def options(tile: Tile) -> dict[str, Any]:
+    """How a tile is compiled and launched."""
+    pdl = {"launch_pdl": True} if tile.pdl else {}
+    return {"num_warps": tile.warps, "num_stages": tile.stages, **pdl}
 
 
 def unpack_mode(arch: str) -> str:
@@ -242,7 +250,7 @@ def slot_width(p: Problem, tile: Tile, asym: bool, version: tuple[int, ...]) -> 
     that). wgmma and tcgen05 take 2. For mma.sync Triton derives the number from the narrowest load that it sees the
     operand made of, within the loop or before it: 2 from version 3.8 on, 4 until 3.7, 8 where that is the uint8 zeros.
     """
-    wide = p.arch[:5] in ("sm_90", "sm_10") and tile.warps % 4 == 0 and tile.bn >= 64
+    wide = p.arch[:5] in ("sm_90", "sm_10") and tile.warps % 4 == 0 and tile.bn >= 64 and tile.k_warps == 1
     if wide and (tile.bm >= 16 or version >= (3, 8)):
         return 2
     if asym and (p.group == 0 or not tile.ahead):
@@ -281,7 +289,7 @@ def _fused(
                 return out
         from w4plugin.kernels.portable_kernels import matmul_kernel
 
-        compiled = matmul_kernel[grid](*pointers, *sizes, *plan.constants, num_warps=tile.warps, num_stages=tile.stages)
+        compiled = matmul_kernel[grid](*pointers, *sizes, *plan.constants, **options(tile))
         if compiled is not None and not any(t is not None and t.data_ptr() % 16 for t in pointers):
             plan.runners[stride] = compiled[grid]  # skips Triton's binding of arguments, most of a call's time
     return out

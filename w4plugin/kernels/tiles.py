@@ -30,9 +30,12 @@ class Tile:
         unroll: blocks of 64 rows of the weight in a step.
         split: shares of K.
         warps: of a program.
+        k_warps: parts of K that the warps of a program take, each all columns: 1, or ``warps`` (then ``unroll`` and
+            ``split`` count what one warp takes).
         stages: depth of the pipeline that brings x to shared memory.
         on_sum: scales multiply the sum of a group; else the weights.
         ahead: words load one step ahead into registers; else they come through the pipeline too.
+        pdl: the launch may overlap the end of the kernel before it (programmatic dependent launch, sm_90 on).
     """
 
     bm: int
@@ -43,6 +46,8 @@ class Tile:
     stages: int
     on_sum: bool
     ahead: bool = True
+    k_warps: int = 1
+    pdl: bool = False
 
 
 @dataclass(frozen=True)
@@ -55,6 +60,7 @@ class Problem:
         narrow: scales have the dtype of x, so they can multiply 16-bit weights.
         arch: as in ``Target``.
         sms: multiprocessors.
+        by_row: every row names its own group.
     """
 
     m: int
@@ -64,6 +70,7 @@ class Problem:
     narrow: bool
     arch: str
     sms: int
+    by_row: bool = False
 
 
 def span(group: int, unroll: int) -> int:
@@ -91,19 +98,26 @@ def choose(p: Problem) -> Tile | None:
 
 def fit(tile: Tile, p: Problem) -> Tile:
     """A tile made legal for a problem: scales where its groups allow, no more shares than steps or counters."""
-    on_sum = tile.on_sum or not p.narrow
+    if p.by_row and tile.k_warps > 1:  # that form cuts K by groups
+        tile = replace(tile, bn=16 * tile.warps, k_warps=1)
+    on_sum = (tile.on_sum or not p.narrow) and not p.by_row
     if span(p.group, tile.unroll) < 64:
         on_sum = False
-    steps = -(-p.k // (64 * tile.unroll))
-    split = min(tile.split, steps)
+    split = min(tile.split, steps(tile, p))
     if grid(tile, p) > COUNTERS:
         split = 1
-    return replace(tile, split=split, on_sum=on_sum)
+    pdl = tile.pdl and p.arch.startswith("sm_") and int(p.arch[3:]) >= 90
+    return replace(tile, split=split, on_sum=on_sum, pdl=pdl)
 
 
 def grid(tile: Tile, p: Problem) -> int:
     """Tiles of the output."""
     return -(-p.m // tile.bm) * -(-p.n // tile.bn)
+
+
+def steps(tile: Tile, p: Problem) -> int:
+    """Steps that cover K."""
+    return -(-p.k // (64 * tile.unroll * tile.k_warps))
 
 
 def bucket(m: int) -> int:
@@ -117,23 +131,25 @@ def _rule(p: Problem) -> Tile | None:
     if p.m > 1024:
         return None
     if p.m <= 16:
-        tile = Tile(8 if cuda and p.m <= 8 else 16, 64, 2, 1, 4, 3, True)
+        tile = Tile(8 if cuda and p.m <= 8 else 16, 32, 2, 1, 8, 3, True, k_warps=8, pdl=True)
     elif p.m <= 32:
-        tile = Tile(32, 64, 2, 1, 4, 3, True)
+        tile = Tile(32, 64, 2, 1, 4, 3, True, pdl=True)
     elif p.m <= 64:
-        tile = Tile(64, 128, 1, 1, 4, 4, False)
+        tile = Tile(64, 128, 1, 1, 4, 4, False, pdl=True)
     else:
-        tile = Tile(128, 128, 1, 1, 8, 4, False)
+        tile = Tile(128, 128, 1, 1, 8, 4, False, pdl=True)
     return _resplit(tile, p)
 
 
 def _resplit(tile: Tile, p: Problem) -> Tile:
-    """The tile with as many shares of K as fill the device: 16 warps a multiprocessor, at least 4 steps a share."""
-    tiles = grid(tile, p)
-    steps = -(-p.k // (64 * tile.unroll))
-    wanted = 16 * p.sms / (tiles * tile.warps)
+    """The tile with as many shares of K as give 16 warps to a multiprocessor.
+
+    A share has at least 4 steps, or one where the warps of a program share K already.
+    """
+    least = 4 if tile.k_warps == 1 else 1
+    wanted = 16 * p.sms / (grid(tile, p) * tile.warps)
     split = 1
-    while split * 2 <= wanted and split * 2 * 4 <= steps:
+    while split * 2 <= wanted and split * 2 * least <= steps(tile, p):
         split *= 2
     return replace(tile, split=split)
 
