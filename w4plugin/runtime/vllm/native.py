@@ -36,9 +36,8 @@ VOCABULARY_PADDING = 64
 def refuses_config(hf_quant_cfg: Mapping[str, Any], config: QuantConfig) -> str | None:
     """Why vLLM would not take a checkpoint with this config, None if it would."""
     from vllm.model_executor.layers import quantization
-    from vllm.platforms import current_platform
 
-    if current_platform.is_cpu() and not hasattr(torch.ops._C, "cpu_gemm_wna16"):
+    if not has_int4_kernels():
         return "this CPU build of vLLM has no INT4 kernels"
     method = {"auto-round": "inc"}.get(config.method or "", config.method or "")
     try:
@@ -46,6 +45,13 @@ def refuses_config(hf_quant_cfg: Mapping[str, Any], config: QuantConfig) -> str 
     except (ValueError, AssertionError, KeyError, NotImplementedError, TypeError) as error:
         return f"vLLM {versions.version()} refuses it ({_first_line(error)})"
     return None
+
+
+def has_int4_kernels() -> bool:
+    """False on a CPU for which vLLM's build has none; it would fail at the first step."""
+    from vllm.platforms import current_platform
+
+    return not current_platform.is_cpu() or hasattr(torch.ops._C, "cpu_gemm_wna16")
 
 
 def misreads(config: QuantConfig, inventory: Inventory) -> str | None:
@@ -106,7 +112,10 @@ def _kernels(config: QuantConfig, inventory: Inventory, modules: Mapping[str, Mo
     asked: set[tuple[int, int]] = set()
     for name, module in modules.items():
         size = module.group_size or module.K
-        group = -1 if size == module.K else size
+        stated = config.for_module(name).group_size
+        group = -1 if stated is None and size == module.K else stated or size  # vLLM believes the config
+        if size != (module.K if group == -1 else group):
+            yield f"its config says groups of {group}, its tensors hold groups of {size} ({name})"
         rows = module.K // ranks if name.rpartition(".")[2] in ROW_PARALLEL else module.K
         if module.K % ranks == 0 and group != -1 and rows % size:
             yield f"{rows} rows on each of {ranks} ranks are no multiple of its groups of {size} ({name})"
