@@ -153,7 +153,7 @@ def _notes(result: Result, verbose: bool) -> list[str]:
     if len(shown) < len(notes):
         lines.append(f"  and {len(notes) - len(shown)} more warnings (-v)")
     if hidden and not verbose:
-        lines.append(f"  {hidden} more notes of what was read as what (-v)")
+        lines.append(f"  {hidden} more note{'s' if hidden != 1 else ''} on how things were read (-v)")
     return ["", *lines] if lines else []
 
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 import click
 
-from w4plugin.cli import options
+from w4plugin.cli import allocator, options
 from w4plugin.cli.progress import bar
 
 if TYPE_CHECKING:
@@ -116,6 +116,7 @@ def _run(
     from w4plugin.checkpoint.output import Request
     from w4plugin.checkpoint.staging import require_free
 
+    allocator.keep_freed_pages()
     mode, quiet = rest["mode"], rest["quiet"]
     require_free(out, force=rest["force"])  # before a download of a hundred gigabytes
     repo = rest["push_to_hub"]
