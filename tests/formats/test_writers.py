@@ -224,9 +224,35 @@ def test_awq_has_one_group_size() -> None:
 def test_awq_skips_by_substring() -> None:
     packed = layers(model__layers__0__mlp__up=128)
     config = quantization_config("awq", packed, ["model.layers.1.mlp.up", "model.embed_tokens"])
-    assert config["modules_to_not_convert"] == ["model.layers.1.mlp.up"]
+    assert config["modules_to_not_convert"] == ["model.embed_tokens", "model.layers.1.mlp.up"]
     with pytest.raises(UnsupportedError, match=r"plain model\.layers\.1\.up beside packed model\.layers\.1\.up\.up"):
         quantization_config("awq", layers(model__layers__1__up__up=128), ["model.layers.1.up"])
+
+
+def test_a_router_whose_name_begins_a_packed_one_is_left_out_and_not_refused() -> None:
+    """No reader would take it for a packed layer, and as a substring it would skip one."""
+    packed = layers(model__layers__0__mlp__gate_proj=128)
+    plain = ["lm_head", "model.layers.0.mlp.gate"]
+    assert quantization_config("awq", packed, plain)["modules_to_not_convert"] == ["lm_head"]
+
+
+@pytest.mark.parametrize("name", ["awq", "auto-round", "compressed-tensors"])
+def test_towers_are_listed_where_a_reader_takes_every_linear_for_a_packed_one(name: str) -> None:
+    packed = layers(model__layers__0__mlp__up=128, model__layers__1__mlp__up=128)
+    towers = ["visual.blocks.0.attn.qkv", "visual.blocks.1.attn.qkv", "visual.merger.mlp.2", "projector.linear_1"]
+    config = QuantConfig.from_dict(quantization_config(name, packed, [*towers, "lm_head"]))
+    for tower in [*towers, "lm_head"]:
+        assert config.for_module(tower).quantized is False, tower
+    for layer in packed:
+        assert config.for_module(layer.name).quantized is not False
+
+
+@pytest.mark.parametrize("name", WRITERS)
+def test_a_packed_head_is_stated_where_readers_ask(name: str) -> None:
+    config = quantization_config(name, layers(model__layers__0__mlp__up=128, lm_head=128))
+    parsed = QuantConfig.from_dict(config).for_module("lm_head")
+    assert parsed.quantized is not False
+    assert config.get("lm_head", "lm_head" in config.get("extra_config", {})) is (name != "compressed-tensors")
 
 
 def test_no_layers_no_config() -> None:

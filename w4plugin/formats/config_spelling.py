@@ -47,8 +47,12 @@ def gptq(version: str, layers: Sequence[Layer], plain: Sequence[str]) -> dict[st
 def awq(layers: Sequence[Layer], plain: Sequence[str]) -> dict[str, Any]:
     """AutoAWQ's keys. One group size serves all layers, and skipped names match as substrings.
 
+    Every plain layer is listed: transformers makes each Linear that is not a packed one, a vision tower's included, and
+    vLLM looks for plain layers itself only where the list is empty.
+
     Raises:
-        UnsupportedError: layers differ in group size, or a plain layer's name is part of a packed one's.
+        UnsupportedError: layers differ in group size, or the name of a plain layer that readers would take for a packed
+            one is part of a packed one's.
     """
     sizes = Counter(layer.stated_size for layer in layers)
     if len(sizes) > 1:
@@ -59,17 +63,20 @@ def awq(layers: Sequence[Layer], plain: Sequence[str]) -> dict[str, Any]:
             todo="use gptq_v2",
         )
     names = [layer.name for layer in layers]
-    skipped = sorted(_mistakable(names, plain))
-    for skip in skipped:
-        hit = next((name for name in names if skip in name), None)
-        if hit is not None:
+    packed, needed = "\n".join(names), set(_mistakable(names, plain))
+    skipped = []
+    for skip in sorted(set(plain) - set(names)):
+        if skip not in packed:
+            skipped.append(skip)
+        elif skip in needed:
+            hit = next(name for name in names if skip in name)
             raise UnsupportedError(
                 "awq",
                 got=f"plain {skip} beside packed {hit}",
                 wanted="names that a substring can tell apart",
                 todo="use gptq_v2",
             )
-    return {
+    config: dict[str, Any] = {
         "bits": 4,
         "group_size": _usual_size(layers),
         "modules_to_not_convert": skipped or None,
@@ -77,6 +84,7 @@ def awq(layers: Sequence[Layer], plain: Sequence[str]) -> dict[str, Any]:
         "version": "gemm",
         "zero_point": True,
     }
+    return {**config, "lm_head": True} if _has_head(names) else config
 
 
 def auto_round(layers: Sequence[Layer], plain: Sequence[str]) -> dict[str, Any]:
@@ -87,7 +95,7 @@ def auto_round(layers: Sequence[Layer], plain: Sequence[str]) -> dict[str, Any]:
     for other in sorted({layer.stated_size for layer in layers} - {size}):
         for pattern in patterns([layer.name for layer in layers if layer.stated_size == other], names):
             extra[pattern] = {"bits": 4, "group_size": other}
-    for pattern in patterns(_mistakable(names, plain), names):
+    for pattern in patterns(plain, names):  # all of them: its readers take every other Linear for a packed one
         extra[pattern] = {"bits": 16, "data_type": "float"}
     if _has_head(names):
         extra[HEAD] = {"bits": 4, **extra.get(HEAD, {})}

@@ -112,7 +112,8 @@ BUILT_IN: tuple[Format, ...] = (
         read=compressed_tensors.read,
         write=compressed_tensors.write,
         config=config_spelling.compressed_tensors,
-        limits="written in whole groups; act-order only loads in versions before August 2026",
+        limits="written in whole groups; act-order loads only before compressed-tensors 0.19.0, which rejects actorder"
+        " group and dynamic",
     ),
     Format(
         name="awq-gemv-fast",
