@@ -1,11 +1,14 @@
 """Our backends as peers of a peerbench run: ``peerbench.py --extra tools/peer_ours.py``.
 
 Each backend of the registry that takes the device is a peer ``w4plugin-<backend>``. ``w4plugin-fused`` and
-``w4plugin-dense`` are the portable backend held to one of its two paths, to show where they cross.
+``w4plugin-dense`` are the portable backend held to one of its two paths, to show where they cross. A file that
+EXTRA_PEERS names, with its own ``PEERS``, joins the run.
 """
 
 from __future__ import annotations
 
+import os
+import runpy
 import sys
 from collections.abc import Callable
 from dataclasses import replace
@@ -82,8 +85,18 @@ def _fitting() -> dict[str, Factory]:
     return {f"w4plugin-{name}": whole(name) for name in names}
 
 
+def _extra() -> dict[str, Factory]:
+    path = os.environ.get("EXTRA_PEERS")
+    if not path:
+        return {}
+    sys.path.insert(0, str(Path(path).resolve().parent))
+    peers: dict[str, Factory] = runpy.run_path(path)["PEERS"]
+    return peers
+
+
 PEERS: dict[str, Factory] = {
     **(_fitting() if torch.cuda.is_available() else {}),
     "w4plugin-fused": path(dense=False),
     "w4plugin-dense": path(dense=True),
+    **_extra(),
 }

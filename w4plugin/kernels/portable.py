@@ -77,7 +77,7 @@ def prepare(w: W4Tensor) -> Prepared:
             scales = scales.index_select(0, found.group)
             zeros = None if zeros is None else zeros.index_select(0, found.group)
     same = found is not None and w.g_idx is None
-    return Prepared(
+    prepared = Prepared(
         backend="portable",
         qweight=to_fragments(qweight, None if zeros is None else zeros[-1]),
         scales=_aligned(scales),
@@ -89,6 +89,10 @@ def prepare(w: W4Tensor) -> Prepared:
         group_size=group_size,
         groups=None if same else Groups(w.scales, w.zeros, w.g_idx, w.group_size),
     )
+    if w.device.type == "cuda":
+        # A kernel launched early (Tile.pdl) reads the weight before the kernel ahead of it is known to have ended.
+        torch.cuda.current_stream(w.device).synchronize()
+    return prepared
 
 
 def restore(p: Prepared) -> W4Tensor:

@@ -1,0 +1,136 @@
+"""The bench's arithmetic and its report, without a GPU."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+TOOLS = Path(__file__).resolve().parents[2] / "tools"
+
+
+@pytest.fixture(autouse=True)
+def _tools(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(TOOLS))
+
+
+def a100() -> Any:
+    import roofline
+
+    return roofline.Device(bandwidth=2.0e12, rate=312e12)
+
+
+def test_critical_m_of_an_a100() -> None:
+    """The figures everybody quotes: 156 rows for 16-bit weights, 39 for 4-bit ones."""
+    import roofline
+
+    assert roofline.critical_m(a100(), 2.0) == pytest.approx(156)
+    assert roofline.critical_m(a100(), 0.5) == pytest.approx(39)
+
+
+def test_predicted_speedup() -> None:
+    import roofline
+
+    k = n = 4096
+    few = roofline.speedup(a100(), 1, k, n)
+    assert few == pytest.approx((2 * k * n + 4 * k) / (k * n / 2 + k * n / 128 * 2 + 4 * k))
+    assert 3.8 < few < 4.0
+    assert roofline.speedup(a100(), 4096, k, n) == 1.0  # both bound by the matrix units
+    assert roofline.speedup(a100(), 1, k, n, asym=True) < few
+    assert roofline.intensity(1, k, n, False, 128, False) == pytest.approx(1.0, rel=1e-3)
+    assert roofline.intensity(1, k, n, True, 128, False) == pytest.approx(3.87, rel=1e-2)
+
+
+def test_crossing() -> None:
+    import roofline
+
+    assert roofline.crossing([(1, 3.0), (64, 2.0), (256, 0.5)]) == pytest.approx(64 * 4 ** (1.0 / 1.5))
+    assert roofline.crossing([(1, 3.0), (64, 1.5)]) is None
+    assert roofline.crossing([(1, 0.9), (64, 0.8)]) is None
+
+
+FACTS = {
+    "device": "NVIDIA Test",
+    "arch": "sm_90",
+    "sms": 132,
+    "driver": "580.0",
+    "cuda": "13.0",
+    "torch": "2.11.0",
+    "triton": "3.6.0",
+    "bandwidth_bytes_per_s": 4.0e12,
+    "matrix_ops_per_s": 7.2e14,
+}
+
+
+def rows() -> list[dict[str, Any]]:
+    times = {"cublas": (13.0, 14.0, 50.0), "w4plugin-hopper": (6.0, 10.0, 55.0), "w4plugin-portable": (7.0, 9.0, 60.0)}
+    times |= {"w4plugin-dense": (1.0, 1.0, 1.0), "marlin": (9.3, 21.0, 98.0)}
+    return [
+        {"peer": name, "K": 4096, "N": 4096, "G": 128, "M": m, "us": us, "rel_err": 1e-3}
+        for name, each in times.items()
+        for m, us in zip((1, 64, 1024), each, strict=True)
+    ]
+
+
+def test_result_says_all(tmp_path: Path) -> None:
+    import bench_report
+
+    result = bench_report.result(FACTS, rows(), "fp16", False, "tools/bench --m 1,64,1024")
+    path = bench_report.write(result, tmp_path / "out" / "result.json")
+    read = json.loads(path.read_text())
+    assert list(path.parent.iterdir()) == [path]
+    for key in (*FACTS, "date", "command", "ridge_ops_per_byte", "critical_m", "crossings"):
+        assert read[key] is not None, key
+    assert read["critical_m"] == {"16 bit": 180.0, "4 bit": 45.0}
+    row = read["rows"][3]
+    assert row == {
+        "kernel": "w4plugin-hopper", "K": 4096, "N": 4096, "M": 1, "dtype": "fp16", "symmetric": True, "group": 128,
+        "us": 6.0, "bytes": 4096 * 4096 // 2 + 32 * 4096 * 2 + 2 * 8192, "relative_error": 1e-3,
+    }  # fmt: skip
+    assert read["rows"][0]["bytes"] == 2 * 4096 * 4096 + 2 * 8192
+    (crossing,) = read["crossings"]
+    assert 64 < crossing["M"] < 1024
+
+
+def test_the_best_of_ours_counts() -> None:
+    import bench_report
+
+    result = bench_report.result(FACTS, rows(), "fp16", False, "")
+    assert bench_report.speedups(result["rows"], 4096, 4096) == [(1, 13 / 6), (64, 14 / 9), (1024, 50 / 55)]
+    assert bench_report.speedups(result["rows"], 4096, 4096, "marlin")[0] == (1, 13 / 9.3)
+
+
+def test_table_marks_the_fastest(capsys: pytest.CaptureFixture[str]) -> None:
+    import bench_report
+
+    bench_report.print_result(
+        bench_report.result(FACTS, [r for r in rows() if r["peer"] != "w4plugin-dense"], "fp16", False, "")
+    )
+    out = capsys.readouterr().out
+    assert "6.0*" in out
+    assert "9.0*" in out
+    assert "13.0*" not in out
+    assert "overtakes at M = " in out
+
+
+def test_picture(tmp_path: Path) -> None:
+    import bench_report
+
+    assert bench_report.can_draw()
+    path = bench_report.picture([bench_report.result(FACTS, rows(), "fp16", False, "")], tmp_path)
+    assert path.read_bytes()[:8] == b"\x89PNG\r\n\x1a\n"
+
+
+def test_shapes_and_help(monkeypatch: pytest.MonkeyPatch) -> None:
+    import subprocess
+
+    monkeypatch.setenv("COLUMNS", "500")
+
+    out = subprocess.run(
+        [sys.executable, str(TOOLS / "bench"), "--help"], capture_output=True, text=True, check=True
+    ).stdout
+    for model in ("llama-3-8b", "llama-3-70b", "qwen2.5-7b", "qwen2.5-32b", "smollm2-135m"):
+        assert model in out

@@ -1,0 +1,174 @@
+"""Results of tools/bench: their JSON, their tables and their picture."""
+
+from __future__ import annotations
+
+import datetime
+import importlib.util
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import roofline
+
+Result = dict[str, Any]
+DENSE = "cublas"
+OURS = "w4plugin-"
+HELD = ("w4plugin-fused", "w4plugin-dense")
+"""One of the portable backend's two paths, forced: for the table, not for the picture."""
+
+
+def result(facts: dict[str, Any], rows: list[dict[str, Any]], dtype: str, asym: bool, command: str) -> Result:
+    """What a run found, from peerbench's rows or from rows like them."""
+    device = roofline.Device(facts["bandwidth_bytes_per_s"], facts["matrix_ops_per_s"])
+    out = []
+    for r in rows:
+        four_bit = r["peer"] != DENSE
+        moved = roofline.total_bytes(r["M"], r["K"], r["N"], four_bit, r["G"], asym)
+        out.append(
+            {
+                "kernel": r["peer"],
+                "K": r["K"],
+                "N": r["N"],
+                "M": r["M"],
+                "dtype": dtype,
+                "symmetric": not asym,
+                "group": r["G"],
+                "us": round(r["us"], 3),
+                "bytes": int(moved),
+                "relative_error": r["rel_err"],
+            }
+        )
+    made = {"date": datetime.date.today().isoformat(), "command": command, **facts}
+    made["ridge_ops_per_byte"] = round(device.ridge, 1)
+    made["critical_m"] = {
+        "16 bit": round(roofline.critical_m(device, 2.0), 1),
+        "4 bit": round(roofline.critical_m(device, 0.5), 1),
+    }
+    made["crossings"] = crossings(out)
+    return {**made, "rows": out}
+
+
+def crossings(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """For each shape the M at which our best kernel stops being faster than the dense library; None: not in the run."""
+    found = []
+    for k, n in shapes(rows):
+        points = speedups(rows, k, n)
+        if points:
+            m = roofline.crossing(points)
+            found.append({"K": k, "N": n, "M": None if m is None else round(m, 1), "largest_M": points[-1][0]})
+    return found
+
+
+def shapes(rows: list[dict[str, Any]]) -> list[tuple[int, int]]:
+    return list(dict.fromkeys((r["K"], r["N"]) for r in rows))
+
+
+def speedups(rows: list[dict[str, Any]], k: int, n: int, kernel: str = "") -> list[tuple[int, float]]:
+    """(M, dense time over time) of a kernel, or of the best of ours, in rising M."""
+    here = [r for r in rows if (r["K"], r["N"]) == (k, n)]
+    base = {r["M"]: r["us"] for r in here if r["kernel"] == DENSE}
+    times: dict[int, float] = {}
+    for r in here:
+        mine = r["kernel"] == kernel if kernel else r["kernel"].startswith(OURS) and r["kernel"] not in HELD
+        if mine:
+            times[r["M"]] = min(r["us"], times.get(r["M"], float("inf")))
+    return [(m, base[m] / times[m]) for m in sorted(times) if m in base]
+
+
+def write(result: Result, path: Path) -> Path:
+    """One row a line, replaced as a whole."""
+    head = json.dumps({k: v for k, v in result.items() if k != "rows"}, indent=1)[:-2]
+    rows = ",\n".join("  " + json.dumps(row) for row in result["rows"])
+    path.parent.mkdir(parents=True, exist_ok=True)
+    partial = path.with_name(path.name + ".partial")
+    partial.write_text(f'{head},\n "rows": [\n{rows}\n ]\n}}\n')
+    os.replace(partial, path)
+    return path
+
+
+def print_result(result: Result) -> None:
+    print(
+        f"{result['device']}, driver {result['driver']}, torch {result['torch']}, triton {result['triton']},"
+        f" {result['date']}:"
+        f" {result['bandwidth_bytes_per_s'] / 1e12:.2f} TB/s, {result['matrix_ops_per_s'] / 1e12:.0f} Tflop/s,"
+        f" ridge {result['ridge_ops_per_byte']}, critical M {result['critical_m']}"
+    )
+    for k, n in shapes(result["rows"]):
+        print_shape([r for r in result["rows"] if (r["K"], r["N"]) == (k, n)])
+    for c in result["crossings"]:
+        where = f"at M = {c['M']}" if c["M"] is not None else f"not up to M = {c['largest_M']}"
+        print(f"{c['K']} x {c['N']}: the dense library overtakes {where}")
+
+
+def print_shape(rows: list[dict[str, Any]]) -> None:
+    """us of each kernel against M, the fastest 4-bit one marked."""
+    if not rows:
+        return
+    key = "kernel" if "kernel" in rows[0] else "peer"
+    names = list(dict.fromkeys(r[key] for r in rows))
+    cells = {(r[key], r["M"]): r["us"] for r in rows}
+    print(f"\nK = {rows[0]['K']}, N = {rows[0]['N']}: microseconds a call")
+    print("M".rjust(6) + "".join(name.rjust(max(len(name) + 2, 9)) for name in names))
+    for m in sorted({r["M"] for r in rows}):
+        best = min((cells[name, m] for name in names if name != DENSE and (name, m) in cells), default=0.0)
+        line = str(m).rjust(6)
+        for name in names:
+            us = cells.get((name, m))
+            text = "-" if us is None else f"{us:.1f}" + ("*" if us == best and name != DENSE else " ")
+            line += text.rjust(max(len(name) + 2, 9))
+        print(line)
+
+
+def can_draw() -> bool:
+    return importlib.util.find_spec("matplotlib") is not None
+
+
+def picture(results: list[Result], folder: Path) -> Path:
+    """Measured speed-up against M over the roofline's, with the critical M of both widths and the crossing."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    first = results[0]
+    device = roofline.Device(first["bandwidth_bytes_per_s"], first["matrix_ops_per_s"])
+    rows = [row for result in results for row in result["rows"]]
+    figure, axes = pyplot.subplots(figsize=(9, 5.2))
+    colours = pyplot.get_cmap("tab10")
+    for i, (k, n) in enumerate(shapes(rows)):
+        points = speedups(rows, k, n)
+        if not points:
+            continue
+        asym = not next(r["symmetric"] for r in rows if (r["K"], r["N"]) == (k, n))
+        group = next(r["group"] for r in rows if (r["K"], r["N"]) == (k, n))
+        ms, measured = zip(*points, strict=True)
+        predicted = [roofline.speedup(device, m, k, n, group, asym) for m in ms]
+        axes.plot(ms, measured, "o-", color=colours(i % 10), markersize=3.5, label=f"{k} x {n}")
+        axes.plot(ms, predicted, ":", color=colours(i % 10), linewidth=1)
+        crossing = roofline.crossing(points)
+        if crossing is not None:
+            axes.plot([crossing], [1.0], "x", color=colours(i % 10))
+    axes.plot([], [], ":", color="black", linewidth=1, label="roofline")
+    axes.plot([], [], "x", color="black", linestyle="none", label="measured crossing")
+    for name, m in first["critical_m"].items():
+        axes.axvline(m, color="grey", linewidth=0.8, linestyle="--")
+        axes.annotate(
+            f"critical M, {name}: {m:.0f}", (m, axes.get_ylim()[1]), rotation=90, va="top", ha="right", fontsize=8
+        )
+    axes.axhline(1.0, color="black", linewidth=0.8)
+    axes.set_xscale("log", base=2)
+    axes.set_xlabel("M, rows of activations")
+    axes.set_ylabel(f"speed-up over {rows[0]['dtype']} cuBLAS")
+    axes.set_title(
+        f"{first['device']}: {first['bandwidth_bytes_per_s'] / 1e12:.2f} TB/s, "
+        f"{first['matrix_ops_per_s'] / 1e12:.0f} Tflop/s measured, ridge {first['ridge_ops_per_byte']:.0f}"
+    )
+    axes.legend(fontsize=8, ncols=2)
+    axes.grid(alpha=0.3)
+    kind = "sym" if rows[0]["symmetric"] else "asym"
+    path = folder / f"kernels-{first['device'].replace(' ', '-')}-{rows[0]['dtype']}-{kind}.png"
+    folder.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path, dpi=150, bbox_inches="tight")
+    pyplot.close(figure)
+    return path

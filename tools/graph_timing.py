@@ -1,0 +1,69 @@
+"""Time of a call on a GPU, as a model would see it: inside a CUDA graph, with weights that come from memory."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+
+def microseconds(call: Callable[[int], Tensor], copies: int, budget_ms: float) -> float:
+    """Median time of a call over replays of one graph.
+
+    Args:
+        call: ``call(i)`` works on copy i of its weight; the copies together should exceed the cache.
+        copies: how many there are.
+        budget_ms: replay at least so long, and at least three times.
+    """
+    for i in range(2):
+        call(i % copies)
+    torch.cuda.synchronize()
+    start = time.perf_counter()
+    call(0)
+    torch.cuda.synchronize()
+    calls = max(2, min(max(copies, 20), int(10e-3 / max(time.perf_counter() - start, 1e-6))))
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        for i in range(calls):
+            call(i % copies)
+    graph.replay()
+    times: list[float] = []
+    while len(times) < 3 or (sum(times) < budget_ms and len(times) < 50):
+        begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        begin.record()
+        graph.replay()
+        end.record()
+        end.synchronize()
+        times.append(begin.elapsed_time(end))
+    return statistics.median(times) * 1e3 / calls
+
+
+def bandwidth() -> float:
+    """Bytes a second that a kernel reads at best: words streamed into a reduction, 1 GiB of them."""
+    import triton
+
+    words = torch.ones(2**28, dtype=torch.int32, device="cuda")
+    block, each = 4096, 8
+    programs = triton.cdiv(words.numel(), block * each)
+    out = torch.empty(programs, dtype=torch.int32, device="cuda")
+
+    def call(_: int) -> Tensor:
+        _stream()[(programs,)](words, out, block, each, num_warps=8)
+        return out
+
+    return words.numel() * 4 / (microseconds(call, 1, 100) * 1e-6)
+
+
+def matrix_rate(dtype: torch.dtype, size: int = 8192) -> float:
+    """Operations a second of the dense library on a large square product."""
+    a, b = (torch.randn(size, size, device="cuda").to(dtype) for _ in range(2))
+    return 2 * size**3 / (microseconds(lambda _: a @ b, 1, 200) * 1e-6)
+
+
+def _stream() -> object:
+    import stream_kernel
+
+    return stream_kernel.stream
