@@ -224,6 +224,7 @@ def test_a_cached_call_costs_little_python() -> None:
 
 
 @pytest.mark.gpu
+@pytest.mark.alone
 def test_a_cached_launch_costs_little_python(device: torch.device) -> None:
     """Everything a call does on the host, launch included, with kernels too small to hide it."""
     s = sample(Case(128, 64, 128), device)
