@@ -18,15 +18,20 @@ as the checkpoint spells them, never renamed.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
+from time import perf_counter
 from typing import Any, Literal
 
-from w4plugin.errors import CorruptError
+from w4plugin import name_pattern
+from w4plugin.errors import CorruptError, UnsafeError
 
 Match = Literal["regex", "search", "exact", "substring", "prefix", "class", "head"]
 Action = Literal["skip", "set", "only"]
+
+PATIENCE = 60.0
+"""Seconds that the patterns of one config may take in all; those of the largest real models take about one."""
 
 UNQUANTISED_BITS = 16
 """AutoRound writes ``bits: 16`` (or 32) for a module that stays a plain weight."""
@@ -59,18 +64,20 @@ class Rule:
 
     @cached_property
     def _regex(self) -> re.Pattern[str]:
-        try:
-            return re.compile(self.pattern)
-        except re.error as error:
-            raise CorruptError(
-                f"{self.key}: {self.text}", got=f"an invalid regular expression ({error})", wanted="a Python regex"
-            ) from error
+        return name_pattern.compiled(str(self), self.pattern, anywhere=self.match == "search")
 
     def __str__(self) -> str:
         return f"{self.key}: {self.text}"
 
     def matches(self, name: str) -> bool:
-        """Whether the rule speaks of the module ``name``."""
+        """Whether the rule speaks of the module ``name``.
+
+        Raises:
+            CorruptError: its pattern is no regular expression.
+            UnsafeError: its pattern could take for ever on this name.
+        """
+        if self.match in ("regex", "search"):
+            name_pattern.require_short(str(self), name)
         match self.match:
             case "regex":
                 return self._regex.match(name) is not None
@@ -136,15 +143,38 @@ class RuleBook:
     def deciding(self, name: str) -> Rule | None:
         """The first "skip" or "set" rule that speaks of the module ``name``."""
         hits = [self._by_name[part] for part in _suffixes(name) if part in self._by_name]
-        hits += next(([i] for i, rule in self._patterns if rule.matches(name)), [])
+        hits += next(([i] for i, rule in self._patterns if self._hit(rule, name)), [])
         return self.rules[min(hits)] if hits else None
+
+    def hits_any(self, rule: Rule, names: Iterable[str]) -> bool:
+        """Whether one of the rules speaks of one of ``names``."""
+        return any(self._hit(rule, name) for name in names)
+
+    def _hit(self, rule: Rule, name: str) -> bool:
+        """``rule.matches(name)``, on the clock."""
+        start = perf_counter()
+        hit = rule.matches(name)
+        self._clock[0] += perf_counter() - start
+        if self._clock[0] > PATIENCE:
+            raise UnsafeError(
+                str(rule),
+                got=f"patterns that have taken {self._clock[0]:.0f} seconds",
+                wanted=f"at most {PATIENCE:.0f} for all names",
+                todo="Remove what is slow from the config: the tensors decide.",
+            )
+        return hit
+
+    @cached_property
+    def _clock(self) -> list[float]:
+        """Seconds spent in patterns so far."""
+        return [0.0]
 
     def listed(self, name: str) -> Rule | None:
         """The "only" rule that names the module ``name``."""
         for part in _suffixes(name):
             if part in self._only_names:
                 return self._only_names[part]
-        return next((r for r in self._only if r.matches(name)), None)
+        return next((r for r in self._only if self._hit(r, name)), None)
 
     def expect(self, name: str, general: Expected) -> Expected:
         """What the rules say about one module; ``general`` holds the config's values for every module."""

@@ -121,10 +121,10 @@ def _plain(config: QuantConfig, modules: Sequence[Module], plain: Sequence[str])
 
 def _stale(config: QuantConfig, under: Mapping[str, Mapping[str, TensorHeader]]) -> Iterable[Note]:
     """Rules that match nothing: names from before a model was renamed."""
-    # one search in all names at once: a rule list times a name list would take minutes on a large MoE model
+    # names and parts of names are looked up in all names at once: lists of them are as long as the model
     text = "\n".join(under)
     known = {part for name in under for part in _tails(name)}
-    stale = [rule for rule in config.rules.rules if not _matches_some(rule, text, known, under)]
+    stale = [rule for rule in config.rules.rules if not _matches_some(config, rule, text, known, under)]
     by_key: dict[str, list[str]] = {}
     for rule in stale:
         by_key.setdefault(rule.key, []).append(rule.text)
@@ -133,7 +133,7 @@ def _stale(config: QuantConfig, under: Mapping[str, Mapping[str, TensorHeader]])
         yield Note("warning", key, f"matches no module of this checkpoint: {', '.join(entries[:SHOWN])}{more}")
 
 
-def _matches_some(rule: Rule, text: str, known: set[str], names: Iterable[str]) -> bool:
+def _matches_some(config: QuantConfig, rule: Rule, text: str, known: set[str], names: Iterable[str]) -> bool:
     if rule.pattern.endswith("lm_head"):  # producers skip the head even where it is tied and not in the file
         return True
     match rule.match:
@@ -146,12 +146,7 @@ def _matches_some(rule: Rule, text: str, known: set[str], names: Iterable[str]) 
         case "prefix":
             return re.search(f"(?m)^{re.escape(rule.pattern)}(\\.|$)", text) is not None
         case "regex" | "search":
-            anchor = "^" if rule.match == "regex" else ""
-            try:
-                found = re.search(f"(?m){anchor}(?:{rule.pattern})", text)
-            except re.error:  # flags that only stand at the start of a regex, or no regex at all, which matches() tells
-                return any(rule.matches(name) for name in names)
-            return found is not None or rule.pattern in known
+            return rule.pattern in known or config.rules.hits_any(rule, names)
 
 
 def _tails(name: str) -> Iterable[str]:
