@@ -1,0 +1,201 @@
+"""The config and the quantizer that Transformers makes of a checkpoint, and through which it loads and saves it."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers.quantizers.base import HfQuantizer
+from transformers.utils.quantization_config import QuantizationConfigMixin
+
+from w4plugin.checkpoint.header import read_header
+from w4plugin.checkpoint.pickled import TORCH_DTYPE
+from w4plugin.errors import CorruptError, UnsupportedError, UsageError, W4Error
+from w4plugin.formats import other_widths
+from w4plugin.formats.census import Census, find_modules
+from w4plugin.formats.format import Layer, TensorHeader
+from w4plugin.formats.registry import quantization_config, read_module
+from w4plugin.note import Note
+from w4plugin.quant_config import QuantConfig
+from w4plugin.runtime.transformers import placement
+from w4plugin.runtime.transformers.linear import SAVED, W4Linear, linear_of
+from w4plugin.runtime.transformers.placement import Place
+
+NAME = "w4plugin"
+"""The quantisation method's name in Transformers."""
+
+logger = logging.getLogger(f"transformers.{NAME}")  # below the host's, so that its verbosity is ours
+
+
+class W4QuantizationConfig(QuantizationConfigMixin):
+    """What the checkpoint says about itself, and how to multiply.
+
+    Args:
+        configs: the checkpoint's config files by name, as :meth:`w4plugin.quant_config.QuantConfig.from_files` takes
+            them.
+        backend: a name from ``w4plugin env``; None means the first that fits.
+    """
+
+    def __init__(
+        self,
+        configs: Mapping[str, Mapping[str, Any]] | None = None,
+        backend: str | None = None,
+        quant_method: str = NAME,
+    ) -> None:
+        self.quant_method = quant_method
+        self.configs = dict(configs or {})
+        self.backend = backend
+        self.saved: dict[str, Any] | None = None
+
+    def to_dict(self) -> dict[str, Any]:
+        """What config.json says: of a loaded model the GPTQ v2 config of what ``save_pretrained`` writes."""
+        if self.saved is not None:
+            return dict(self.saved)
+        return {"quant_method": self.quant_method, "configs": self.configs, "backend": self.backend}
+
+
+class W4Quantizer(HfQuantizer):
+    """Puts W4Linear where the checkpoint has packed modules, and completes them once the host has loaded."""
+
+    requires_calibration = True  # the host's word for: quantised checkpoints only
+    quantization_config: W4QuantizationConfig
+
+    def __init__(self, quantization_config: W4QuantizationConfig, **kwargs: Any) -> None:
+        super().__init__(quantization_config, **kwargs)
+        self.config = QuantConfig()
+        self.census: Census | None = None
+        self.places: list[Place] = []
+        self.dtype = torch.get_default_dtype()
+
+    def validate_environment(self, *args: Any, **kwargs: Any) -> None:
+        device_map = kwargs.get("device_map")
+        used = {str(device) for device in device_map.values()} if isinstance(device_map, Mapping) else set()
+        if "disk" in used or ("cpu" in used and len(used) > 1):
+            raise UnsupportedError(
+                "device_map",
+                got=f"modules on {', '.join(sorted(used))}",
+                wanted="accelerators alone, or the CPU alone",
+                todo="packed layers are not offloaded; use a smaller model, more GPUs, or device_map='cpu'",
+            )
+
+    def _process_model_before_weight_loading(
+        self,
+        model: Any,
+        dtype: torch.dtype | None = None,
+        checkpoint_files: Sequence[str] | None = None,
+        **kwargs: Any,
+    ) -> None:
+        headers = self._read_headers(checkpoint_files)
+        self.dtype = dtype or torch.get_default_dtype()
+        self.census = find_modules(headers, self.config)
+        _report(self.census.notes)
+        self.places = placement.places(model, self.census)
+        for head in placement.untie(model, [place.name for place in self.places]):
+            logger.warning("%s: packed by itself, and used although config.json says tie_word_embeddings", head)
+        for place in self.places:
+            own = {suffix: headers[full] for suffix, full in place.module.tensors.items()}
+            if place.bias and "bias" not in own:
+                raise CorruptError(f"{place.module.name}.bias", got="no such tensor", wanted="the architecture's bias")
+            waiting = W4Linear(place.K, place.N, dtype=self.dtype, backend=self.quantization_config.backend)
+            waiting.await_tensors(own, {suffix: TORCH_DTYPE[header.dtype] for suffix, header in own.items()})
+            model.set_submodule(place.name, waiting)
+
+    def _read_headers(self, checkpoint_files: Sequence[str] | None) -> dict[str, TensorHeader]:
+        if not checkpoint_files:
+            raise UsageError("from_pretrained", got="weights that are not files", wanted="a model folder or a hub id")
+        headers: dict[str, TensorHeader] = {}
+        metadata: dict[str, str] = {}
+        for file in map(Path, checkpoint_files):
+            if file.suffix != ".safetensors":
+                raise UnsupportedError(
+                    file.name,
+                    got="weights in a pickle",
+                    wanted="safetensors",
+                    todo="`w4plugin repack --allow-pickle` writes them",
+                )
+            header = read_header(file)
+            metadata = {**header.metadata, **metadata}
+            headers |= {name: TensorHeader(span.dtype, span.shape) for name, span in header.spans.items()}
+        self.config = QuantConfig.from_files(self.quantization_config.configs, metadata)
+        return headers
+
+    def _process_model_after_weight_loading(self, model: Any, **kwargs: Any) -> Any:
+        """Decode what was loaded, one module at a time, so that no second copy of the model is ever there."""
+        layers = []
+        for place in self.places:
+            try:
+                layer = self._complete(model, place)
+            except W4Error as error:
+                raise error.at(place.module.name) if place.module.name not in error.where else error from error
+            layers += [] if layer is None else [layer]
+        assert self.census is not None
+        wide = [place.module.name for place in self.places if place.module.bits != 4]
+        self.quantization_config.saved = quantization_config(SAVED, layers, [*self.census.plain_layers, *wide])
+        return model
+
+    def _complete(self, model: Any, place: Place) -> Layer | None:
+        """Fill one module; the layer as the saved config describes it, None of one that became plain."""
+        waiting = model.get_submodule(place.name)
+        tensors = waiting.take_tensors()
+        if waiting.bias is not None:
+            tensors["bias"] = waiting.bias.detach()
+            if not place.bias and not bool(waiting.bias.any()):  # 2023's GPTQ packers gave every layer one
+                waiting.bias = None
+        if place.module.bits != 4:
+            plain = other_widths.dequantize(place.module, tensors, self.config, self.dtype)
+            _report(plain.notes)
+            logger.warning("%s: packed in %d bits, not 4; held as a plain weight", place.name, place.module.bits)
+            _replace(model, place.name, linear_of(plain.weight, waiting.bias, self.dtype))
+            return None
+        decoded = read_module(place.module, tensors, self.config)
+        _report(decoded.notes)
+        if decoded.unfilled:
+            raise CorruptError(
+                place.module.name,
+                got="codes and scales that are all 0",
+                wanted="a layer that was filled before it was saved",
+                todo="quantise the model again; this layer would multiply everything to 0",
+            )
+        waiting.hold(decoded.weight)
+        if waiting.bias is not None:
+            waiting.bias.requires_grad_(False)
+        return Layer.of(place.module.name, decoded.weight)
+
+    def _dequantize(self, model: Any, dtype: torch.dtype | str | None = None) -> Any:
+        if isinstance(dtype, str):  # save_pretrained leaves the dtype's name in the model's config
+            dtype = getattr(torch, dtype)
+        for name, module in list(model.named_modules()):
+            if isinstance(module, W4Linear):
+                _replace(model, name, module.plain_linear(dtype))
+        return model
+
+    def is_serializable(self, *args: Any, **kwargs: Any) -> bool:
+        return True
+
+    @property
+    def is_trainable(self) -> bool:
+        """Adapters beside the packed weights can be trained; the weights themselves are frozen."""
+        return True
+
+    @property
+    def is_compileable(self) -> bool:
+        return True
+
+
+def _replace(model: Any, name: str, module: torch.nn.Module) -> None:
+    """Put a module in another's place, with the hook by which accelerate brings its inputs to its device."""
+    hook = getattr(model.get_submodule(name), "_hf_hook", None)
+    if hook is not None:
+        from accelerate.hooks import add_hook_to_module
+
+        add_hook_to_module(module, hook)
+    model.set_submodule(name, module)
+
+
+def _report(notes: Iterable[Note]) -> None:
+    for note in notes:
+        if note.level != "info":
+            logger.warning("%s", note)
