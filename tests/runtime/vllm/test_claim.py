@@ -95,7 +95,7 @@ def test_what_vllm_refuses_or_misreads_is_taken(
     assert reason in why(packed, caplog)
 
 
-def test_act_order_that_the_config_denies(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_b3_act_order_that_the_config_denies(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     packed, _ = write(tmp_path, Recipe("gptq", sym=True, act_order="each"), TINY)
     edit_config(packed, quantization_config__desc_act=False)
     assert "act-order" in why(packed, caplog)
@@ -163,6 +163,16 @@ def test_policy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(claim.VARIABLE, "some")
     with pytest.raises(UsageError, match=r"auto \| all \| never"):
         ask(symmetric)
+
+
+@pytest.mark.parametrize("format_name", ["gptq", "awq", "auto-round", "compressed-tensors"])
+def test_e13_the_users_flag_decides(format_name: str, tmp_path: Path) -> None:
+    packed, _ = write(tmp_path, Recipe(format_name, group_size=32, sym=True), TINY)
+    if format_name == "auto-round":  # what AutoRound writes for symmetric weights, and the one that vLLM reads
+        edit_config(packed, quantization_config__packing_format="auto_round:auto_gptq")
+    assert ask(packed, "w4plugin")
+    assert not ask(packed)
+    assert not ask(packed, "gptq_marlin")
 
 
 @pytest.mark.parametrize("quant", [{"quant_method": "fp8"}, {"quant_method": "gptq", "bits": 8}, {"quant_method": ""}])

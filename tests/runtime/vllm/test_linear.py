@@ -25,6 +25,7 @@ from tests.runtime.vllm.layers import load, opened, rank_of, save
 from w4plugin.errors import CorruptError, UnsupportedError
 from w4plugin.kernels import Prepared
 from w4plugin.runtime.vllm import fingerprint
+from w4plugin.runtime.vllm.config import W4Config
 from w4plugin.runtime.vllm.linear import TENSORS, W4LinearMethod
 
 PACKED = {"qkv_proj": ["q_proj", "k_proj", "v_proj"], "gate_up_proj": ["gate_proj", "up_proj"]}
@@ -141,6 +142,13 @@ def test_layers_of_one_weight(ranks: int, tmp_path: Path) -> None:
         q = plain[0].chunk(ranks)[rank]
         k, v = (p[first * DIM : (first + kv_heads) * DIM] for p in plain[1:])
         near(output, x @ torch.cat([q, k, v]).t())
+
+
+def test_b2_indices_of_act_order_stay_in_the_stream_of_weights() -> None:
+    """vLLM 0.33 drops every g_idx before a layer sees it, unless the quantisation config says otherwise."""
+    names = [f"model.layers.0.mlp.down_proj.{suffix}" for suffix in ("qweight", "qzeros", "scales", "g_idx")]
+    stream = [(name, torch.zeros(1)) for name in names]
+    assert [name for name, _ in W4Config.get_checkpoint_weight_mapper().apply(stream)] == names
 
 
 def test_plain_weight_among_packed_ones(tmp_path: Path) -> None:

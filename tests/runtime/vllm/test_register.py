@@ -24,7 +24,7 @@ def test_vllm_finds_the_entry_point() -> None:
     assert found.load() is register
 
 
-def test_registering_again_changes_nothing() -> None:
+def test_h13_registering_again_changes_nothing() -> None:
     from vllm.model_executor.layers import quantization
 
     register()
