@@ -157,8 +157,8 @@ def test_nan_and_infinity_pass_through(m: int, dtype: torch.dtype, device: torch
 
 
 @pytest.mark.parametrize("m", [1, 8, pytest.param(64, marks=gpu), pytest.param(2100, marks=gpu)])
-def test_sums_that_overflow_float16_on_the_way(m: int, device: torch.device) -> None:
-    """G2: float32 accumulates, so float16 overflows only where the true value does, and partial sums may cancel."""
+def test_g2_sums_that_overflow_float16_on_the_way(m: int, device: torch.device) -> None:
+    """Accumulators are float32, so float16 overflows only where the true value does, and partial sums may cancel."""
     k, n = 4096, 16
     codes = torch.full((k // 8, n), -0x55555556, dtype=torch.int32)  # code 10 everywhere: W = 2 with zero 8
     w = W4Tensor(codes, torch.ones(k // 128, n, dtype=F16), None, None, 128).to(device)
@@ -187,8 +187,8 @@ def test_bfloat16_range(dtype: torch.dtype, m: int, device: torch.device) -> Non
 @pytest.mark.parametrize("value", [0.0, 2.0**-24], ids=["zero", "subnormal"])
 @pytest.mark.parametrize("dtype", [F16, BF16], ids=str)
 @pytest.mark.parametrize("group", [16, 128])
-def test_zero_and_subnormal_scales(group: int, dtype: torch.dtype, value: float, device: torch.device) -> None:
-    """G3: groups of zeros have scales that are zero or tiny; the weights are zero or tiny, not NaN."""
+def test_g3_zero_and_subnormal_scales(group: int, dtype: torch.dtype, value: float, device: torch.device) -> None:
+    """Groups of zeros have scales that are zero or tiny; the weights are zero or tiny, not NaN."""
     s = sample(Case(256, 32, group), device)
     scales = s.weight.scales.clone()
     scales[1] = value
@@ -201,8 +201,8 @@ def test_zero_and_subnormal_scales(group: int, dtype: torch.dtype, value: float,
 
 
 @pytest.mark.parametrize("dtype", [F16, BF16], ids=str)
-def test_scales_of_every_dtype(dtype: torch.dtype, device: torch.device) -> None:
-    """G1: bfloat16 activations with float16 scales and the other way round; float32 scales are not narrowed."""
+def test_g1_activations_and_scales_of_every_dtype(dtype: torch.dtype, device: torch.device) -> None:
+    """Bfloat16 activations with float16 scales and the other way round; float32 scales are not narrowed."""
     for scales in (F16, BF16, F32):
         for group in (32, 128):
             run(Case(256, 32, group, True, scales), [1, 33], dtype, device)

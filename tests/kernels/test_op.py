@@ -40,8 +40,8 @@ def test_opcheck(device: torch.device) -> None:
                 torch.library.opcheck(torch.ops.w4plugin.w4a16_linear_backward.default, inputs)
 
 
-def test_a_second_registration_changes_nothing(device: torch.device) -> None:
-    """H13: a plugin loaded twice, or a second copy of the package in the process."""
+def test_h13_a_second_registration_changes_nothing(device: torch.device) -> None:
+    """A plugin loaded twice, or a second copy of the package in the process."""
     op.register()
     assert len(op._LIBRARIES) == 1
     spec = importlib.util.spec_from_file_location("w4plugin_again", op.__file__)

@@ -45,8 +45,6 @@ VARIANTS = [
     Tile(32, 32, 1, 1, 4, 2, False, k_warps=4, ahead=False),
 ]
 CASES = [
-    Case(96, 48, 16),  # C10: a step of 64, 128 or 256 rows spans many groups
-    Case(96, 48, 32),
     Case(512, 40, 64, False),
     Case(640, 33, 128),
     Case(576, 16, -1),
@@ -58,6 +56,18 @@ CASES = [
 @pytest.mark.parametrize("dtype", [F16, BF16], ids=str)
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_every_variant(case: Case, dtype: torch.dtype, device: torch.device) -> None:
+    every_variant(case, dtype, device)
+
+
+@pytest.mark.parametrize("dtype", [F16, BF16], ids=str)
+@pytest.mark.parametrize("group", [16, 32])
+def test_c10_a_step_of_64_rows_and_more_spans_several_groups(
+    group: int, dtype: torch.dtype, device: torch.device
+) -> None:
+    every_variant(Case(96, 48, group), dtype, device)
+
+
+def every_variant(case: Case, dtype: torch.dtype, device: torch.device) -> None:
     s = sample(case, device)
     p = kernels.prepare(s.weight, dtype=dtype, backend="portable")
     x = activations(19, case.k, dtype, device)
