@@ -65,7 +65,8 @@ BUILT_IN: tuple[Format, ...] = (
         read=gptq.read,
         write=gptq.write_auto_round,
         config=config_spelling.auto_round,
-        limits="written without act-order, with float16 scales",
+        limits="written without act-order, with float16 scales, as packing_format auto_round, which vLLM's own loader"
+        " refuses",
     ),
     Format(
         name="gptq",
