@@ -1,8 +1,8 @@
 """The catalogue of problems that people had with INT4 checkpoints, and that each has a test named after it.
 
 A case is a kind of fault, met in the public trackers of vLLM, GPTQModel, AutoGPTQ, AutoAWQ, llm-compressor, AutoRound
-and others or read off a packer's source. Its tests are called ``test_<id>_...``, in lower case, wherever the part of the
-project is tested that must get it right; ``pytest -k b3_`` runs those of one case.
+and others or read off a packer's source. Its tests are called ``test_<id>_...``, in lower case, and lie beside those of
+the part that must get it right; ``pytest -k b3_`` runs those of one case.
 """
 
 from __future__ import annotations
