@@ -322,7 +322,9 @@ def matmul_kernel(
                 groups = next_groups
     else:
         for step in tl.range(first, last, num_stages=STAGES):
-            words = _load_step(words_ptr, step, blocks, o_j, o_k, n16, True, UNROLL, K_WARPS, STREAM, WHOLE_K, WHOLE_N)
+            words = _load_step(
+                words_ptr, step, blocks, o_j, o_k, n16, step < last, UNROLL, K_WARPS, STREAM, WHOLE_K, WHOLE_N
+            )
             if STATIC:
                 now = groups
             else:
@@ -397,7 +399,7 @@ def dequantize_kernel(
     n = start * 16 + local
     o_j = start + pid_n * J + tl.arange(0, J)[:, None]
     o_n = o_j * 16 + tl.arange(0, 8)[None, :]
-    words = _load_words(words_ptr, block, block + 1, o_j, n16, True, True, True, False)
+    words = _load_words(words_ptr, block, block + 1, o_j, n16, block >= 0, True, True, False)
     if BY_ROW:
         none = tl.zeros((1, 1, 1, 1, 1), tl.int32)
         w = weights(words, none, none, none, none, J, DTYPE, False, UNPACK, 2)
