@@ -59,12 +59,19 @@ def pieces(module: Module, tensors: Mapping[str, Tensor], decoded: Decoded, step
     if step is None:
         step = max(8, ELEMENTS // weight.K // 8 * 8)
     for expert in [None] if weight.experts is None else range(weight.experts):
-        mine = {s: t if expert is None or s == "weight_shape" else t[expert] for s, t in tensors.items() if s != "bias"}
+        mine = {s: _of_expert(s, t, expert) for s, t in tensors.items() if s != "bias"}
         axes = _axes(module, mine, weight.N, step)
         for start in range(0, weight.N, step) if axes is not None else [0]:
             width = min(step, weight.N - start) if axes is not None else weight.N
             cut = {s: _cut(t, axes.get(s), start, width) for s, t in mine.items()} if axes is not None else mine
             yield Piece(expert, start, _judge(module, cut, decoded, width))
+
+
+def _of_expert(suffix: str, tensor: Tensor, expert: int | None) -> Tensor:
+    """One expert's part of a stacked tensor; sizes are said once for all, or once an expert and then equal."""
+    if suffix == "weight_shape":
+        return tensor.reshape(-1, tensor.shape[-1])[0]
+    return tensor if expert is None else tensor[expert]
 
 
 def _axes(module: Module, tensors: Mapping[str, Tensor], N: int, step: int) -> Mapping[str, tuple[int, int]] | None:
