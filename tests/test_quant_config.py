@@ -135,6 +135,29 @@ def test_act_order_keys_may_stand_in_meta() -> None:
     assert parse(quant_method="gptq", desc_act=False, meta={"desc_act": True}).desc_act is False
 
 
+RUNTIME_KEYS: dict[str, Any] = {
+    "damp_percent": 0.01, "damp_auto_increment": 0.0025, "true_sequential": True, "dataset": "c4", "tokenizer": None,
+    "batch_size": 1, "model_seqlen": 2048, "pad_token_id": None, "module_name_preceding_first_block": None,
+    "cache_block_outputs": True, "exllama_config": {"version": 1}, "use_exllama": True, "disable_exllama": False,
+    "use_cuda_fp16": True, "max_input_length": None, "do_fuse": False, "fuse_max_seq_len": None,
+    "modules_to_fuse": None, "iters": 200, "lr": None, "minmax_lr": 0.005, "nsamples": 128, "seqlen": 2048,
+    "scale_dtype": "torch.float16", "amp": True, "mse": 0.0, "v2": False, "v2_alpha": 0.25, "uri": "https://x",
+    "offload_to_disk": True, "offload_to_disk_path": "/x", "act_group_aware": True, "hyb_act": False,
+    "static_groups": False, "model_name_or_path": "x", "gptqmodel_only_key": [1],
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("method", ["gptq", "awq", "auto-round"])
+def test_keys_of_kernels_and_of_calibration_change_nothing(method: str) -> None:
+    config = {"quant_method": method, "bits": 4, "group_size": 128}
+    one, other = parse(**config), parse(**config, **RUNTIME_KEYS)
+    for name in ("method", "layout", "bits", "group_size", "sym", "desc_act", "rules", "producer", "pack_dtype"):
+        assert getattr(one, name) == getattr(other, name), name
+    assert (one.notes, one.stated) == (other.notes, other.stated)
+    for key, value in RUNTIME_KEYS.items():
+        assert parse(**config, meta={key: value}).notes == one.notes
+
+
 def test_defaults_are_noted_and_not_stated() -> None:
     config = parse(quant_method="gptq", bits=4, group_size=128)
     assert config.stated == {"method", "bits", "group_size"}

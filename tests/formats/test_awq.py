@@ -13,6 +13,7 @@ from tests.formats.samples import (
     gptq_config,
     levels,
     pack_awq,
+    pack_ct,
     pack_fast,
     pack_gemv,
     pack_gptq,
@@ -224,6 +225,68 @@ def test_tensors_of_gptq_under_an_awq_config() -> None:
     assert [m.format for m in found.modules] == ["gptq"]
     assert [n.level for n in found.notes] == ["conflict"]
     assert QuantConfig.from_dict(config).sym is False
+
+
+def test_llm_awq_v2_without_any_config() -> None:
+    """Its files are bare pickles: the padding of the scales tells the groups."""
+    t = truth(24, K=1152, N=8, size=128, dtype=torch.bfloat16)
+    found = read(pack_fast(t, "scaled_zeros"), None)
+    same(found.weight, t)
+
+
+@pytest.mark.parametrize("config", [None, {"quant_method": "awq", "w_bit": 4, "q_group_size": 128, "zero_point": True}])
+def test_llm_awq_v1_is_gemv_and_before_that_gemm(config: dict[str, object] | None) -> None:
+    t = truth(25, K=1152, N=32, size=128)
+    for pack, name in ((pack_gemv, "awq-gemv"), (pack_awq, "awq")):
+        (module,) = census(checkpoint(layer=pack(t)), config).modules
+        assert module.format == name
+        same(read(pack(t), config).weight, t)
+
+
+@pytest.mark.parametrize(("rows", "columns"), [(3, 128), (4, 96)])
+def test_fast_layouts_that_fill_no_tile_are_refused_by_shape(rows: int, columns: int) -> None:
+    """Four outputs share a row and 64 inputs a span."""
+    for zeros in ("qzeros", "scaled_zeros"):
+        tensors = {
+            "qweight": torch.zeros(rows, columns, dtype=torch.int16),
+            "scales": torch.ones(8, 4 * rows + (rows == 3)).half(),
+            zeros: torch.zeros(8, 4 * rows + (rows == 3)).half(),
+        }
+        with pytest.raises(UnsupportedError, match=r"layer: got .*qweight I16"):
+            census(checkpoint(layer=tensors), {"quant_method": "awq", "version": "gemv_fast", "group_size": 32})
+
+
+@pytest.mark.parametrize("bits", [2, 8])
+def test_other_widths_are_named_and_not_read(bits: int) -> None:
+    t = truth(26, K=64, N=32, size=32)
+    tensors = {
+        "qweight": torch.zeros(64, 32 * bits // 32, dtype=torch.int32),
+        "qzeros": torch.zeros(2, 32 * bits // 32, dtype=torch.int32),
+        "scales": torch.ones(2, 32).half(),
+    }
+    found = census(checkpoint(layer=tensors), {**awq_config(t), "bits": bits})
+    assert found.modules == ()
+    assert [(m.format, m.bits, m.K, m.N) for m in found.other_width] == [("awq", bits, 64, 32)]
+
+
+SQUARE = {
+    "gptq": (pack_gptq, True),
+    "awq": (pack_awq, False),
+    "awq-gemv": (pack_gemv, False),
+    "awq-gemv-fast": (pack_fast, False),
+    "gptq-marlin": (pack_marlin, True),
+    "compressed-tensors": (pack_ct, True),
+}
+
+
+@pytest.mark.parametrize("name", SQUARE)
+@pytest.mark.parametrize("size", [32, 64, 128])
+def test_square_layers_are_told_apart_by_shapes_alone(name: str, size: int) -> None:
+    pack, sym = SQUARE[name]
+    t = truth(27, K=512, N=512, size=128 if name == "gptq-marlin" else size, sym=sym)
+    (module,) = census(checkpoint(layer=pack(t)), None).modules
+    assert module.format == name
+    same(read(pack(t), {"quant_method": "gptq", "sym": True, "bits": 4} if sym else None).weight, t)
 
 
 def test_experts_stacked_in_one_tensor() -> None:

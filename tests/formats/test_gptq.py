@@ -125,6 +125,35 @@ def test_narrow_words_that_fill_no_int32() -> None:
         read({**tensors, "qweight": tensors["qweight"][:30], "g_idx": tensors["g_idx"][:60]}, gptq_config(t))
 
 
+@pytest.mark.parametrize("keys", [("format",), ("checkpoint_format",), ("format", "checkpoint_format"), ()])
+@pytest.mark.parametrize(("label", "offset"), [("gptq", 1), ("gptq_v2", 0), ("gptq_p", 0)])
+def test_label_under_either_key(keys: tuple[str, ...], label: str, offset: int) -> None:
+    """optimum writes one of the keys, GPTQModel both; planar (gptq_p) is v2 at four bits; without a label it is v1."""
+    t = truth(30, lowest=1)
+    config = {key: value for key, value in gptq_config(t).items() if key != "checkpoint_format"}
+    found = read(pack_gptq(t, offset=offset if keys else 1), {**config, **dict.fromkeys(keys, label)})
+    same(found.weight, t)
+    assert found.zero_rule == ("true" if keys and not offset else "minus-one")
+
+
+@pytest.mark.parametrize(
+    "more", [{"act_group_aware": True}, {"meta": {"act_group_aware": True, "static_groups": False}}]
+)
+def test_groups_that_knew_the_activations_are_ordinary(more: dict[str, Any]) -> None:
+    """GPTQModel permutes whole groups and back before it packs: nothing of it is left in the file."""
+    t = truth(31, K=128, lowest=1)
+    found = read(pack_gptq(t), gptq_config(t, **more))
+    same(found.weight, t)
+    assert found.weight.g_idx is None
+    assert found.notes == ()
+
+
+def test_runtime_buffers_and_keys_of_kernels_are_no_part_of_a_layer() -> None:
+    t = truth(32, lowest=1)
+    config = gptq_config(t, use_exllama=True, exllama_config={"version": 2}, max_input_length=4096, use_cuda_fp16=True)
+    same(read(pack_gptq(t), config).weight, t)
+
+
 def test_d1_zero_bias_is_reported_and_not_dropped() -> None:
     t = truth(12, lowest=1)
     for bias, zero in ((torch.zeros(t.N), True), (torch.full((t.N,), 0.5), False)):
