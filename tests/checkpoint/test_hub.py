@@ -70,6 +70,12 @@ def test_a_cached_snapshot_is_found_offline(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr
 
 
+def test_a_cached_snapshot_is_found_when_the_hub_does_not_answer(tmp_path: Path) -> None:
+    cached(tmp_path / "cache", models.awq(tmp_path / "a"), COMMIT, "main")
+    done = run("inspect", "org/name", "--cache-dir", tmp_path / "cache", HF_ENDPOINT="http://127.0.0.1:9")
+    assert done.returncode == 0, done.stderr
+
+
 def test_what_is_not_cached_is_an_io_error_offline(tmp_path: Path) -> None:
     done = run("inspect", "org/other", "--cache-dir", tmp_path, HF_HUB_OFFLINE="1")
     assert done.returncode == 5
@@ -94,6 +100,7 @@ class Hub(ThreadingHTTPServer):
         super().__init__(("127.0.0.1", 0), Answer)
         self.folder = folder
         self.asked: list[tuple[str, str, str | None]] = []
+        self.ranges: list[tuple[str, str]] = []
         self.sent: dict[str, Any] = {}
         self.blobs: dict[str, bytes] = {}
         self.private = True
@@ -169,9 +176,10 @@ class Answer(BaseHTTPRequestHandler):
         content = (self.server.folder / name).read_bytes()
         headers = {"ETag": f'"{hashlib.sha1(content).hexdigest()}"', "X_Repo_Commit": COMMIT}
         if asked := self.headers.get("Range"):
-            start = int(asked.removeprefix("bytes=").split("-")[0])
-            part = content[start:]
-            headers["Content_Range"] = f"bytes {start}-{len(content) - 1}/{len(content)}"
+            self.server.ranges.append((self.path, asked))
+            start, _, stop = asked.removeprefix("bytes=").partition("-")
+            part = content[int(start) : int(stop or len(content)) + 1]
+            headers["Content_Range"] = f"bytes {start}-{int(start) + len(part) - 1}/{len(content)}"
             return self._reply(206, part, **headers)
         return self._reply(200, content, Content_Length=str(len(content)), **headers)
 
@@ -215,9 +223,32 @@ def hub(tmp_path: Path) -> Iterator[Hub]:
     server.server_close()
 
 
+def test_inspect_fetches_headers_alone(tmp_path: Path, hub: Hub) -> None:
+    where = ("--cache-dir", tmp_path / "cache", "--token", "hf_secret", "--format", "json")
+    weights = hub.folder / "model.safetensors"
+    padded = weights.read_bytes()
+    header = json.loads(padded[8 : 8 + int.from_bytes(padded[:8], "little")])
+    header["__metadata__"] = {"note": "x" * 200_000}  # longer than what is fetched at first
+    text = json.dumps(header).encode()
+    data = padded[8 + int.from_bytes(padded[:8], "little") :]
+    weights.write_bytes(len(text).to_bytes(8, "little") + text + data)
+    done = run("inspect", "org/name", *where, HF_ENDPOINT=hub.address, HF_HUB_DISABLE_XET="1")
+    assert done.returncode == 0, done.stderr
+    result = json.loads(done.stdout)
+    assert result["source"]["commit"] == COMMIT
+    assert len(result["modules"]) == 3
+    ranges = [asked for path, asked in hub.ranges if path.endswith(".safetensors")]
+    assert ranges == ["bytes=0-99999", f"bytes=0-{len(text) + 7}"]
+    assert not list((tmp_path / "cache").rglob("*.safetensors"))
+    weights.write_bytes(weights.read_bytes()[:-50])
+    done = run("inspect", "org/name", *where, HF_ENDPOINT=hub.address, HF_HUB_DISABLE_XET="1")
+    assert done.returncode == 4
+    assert "50 are missing" in done.stderr
+
+
 def test_a_download_is_cached_and_pickles_stay_there(tmp_path: Path, hub: Hub) -> None:
     where = ("--cache-dir", tmp_path / "cache", "--token", "hf_secret", "--format", "json")
-    done = run("inspect", "org/name", *where, HF_ENDPOINT=hub.address, HF_HUB_DISABLE_XET="1")
+    done = run("verify", "org/name", *where, HF_ENDPOINT=hub.address, HF_HUB_DISABLE_XET="1")
     assert done.returncode == 0, done.stderr
     assert json.loads(done.stdout)["source"]["commit"] == COMMIT
     paths = [path for _, path, _ in hub.asked]

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from w4plugin.checkpoint import hub, pickled, weight_files
-from w4plugin.checkpoint.header import Span, read_header
+from w4plugin.checkpoint.header import Header, Span, read_header
 from w4plugin.checkpoint.source import Source
 from w4plugin.errors import CorruptError, StorageError, UnsupportedError
 from w4plugin.formats.census import Census, find_modules
@@ -95,6 +95,7 @@ class Checkpoint:
         cache_dir: str | Path | None = None,
         token: str | None = None,
         allow_pickle: bool = False,
+        headers_only: bool = False,
     ) -> Checkpoint:
         """Open a folder or a hub id by its headers alone.
 
@@ -104,14 +105,22 @@ class Checkpoint:
             cache_dir: the hub's cache; None means its usual place.
             token: for private and gated repositories.
             allow_pickle: read tensors out of ``.bin`` and ``.pt`` files, running no code of theirs.
+            headers_only: of a hub repository that is not in the cache, fetch no data: tensors cannot be read then.
 
         Raises:
             UsageError: there is no such model, or it holds no weights.
             CorruptError, UnsafeError: a damaged or hostile file.
             StorageError: disk or network failed.
         """
-        source = hub.locate(model, revision=revision, cache_dir=cache_dir, token=token, pickles=allow_pickle)
-        return open_source(source, allow_pickle=allow_pickle)
+        source = hub.locate(
+            model,
+            revision=revision,
+            cache_dir=cache_dir,
+            token=token,
+            pickles=allow_pickle,
+            headers_only=headers_only,
+        )
+        return open_source(source, allow_pickle=allow_pickle, token=token)
 
     @cached_property
     def quant_config(self) -> QuantConfig:
@@ -168,7 +177,7 @@ class Checkpoint:
                 yield block
 
 
-def open_source(source: Source, *, allow_pickle: bool = False) -> Checkpoint:
+def open_source(source: Source, *, allow_pickle: bool = False, token: str | None = None) -> Checkpoint:
     """:meth:`Checkpoint.open` of a folder that has been found already."""
     names = source.names()
     configs = {name: weight_files.read_json(source, name) for name in (CONFIG, *QUANT_CONFIGS) if name in names}
@@ -176,20 +185,26 @@ def open_source(source: Source, *, allow_pickle: bool = False) -> Checkpoint:
     naming = [inner if isinstance(inner, dict) else {}, *configs.values()]
     base = next((c["model_file_base_name"] for c in naming if c.get("model_file_base_name")), None)
     found = weight_files.find(source, base, allow_pickle=allow_pickle)
-    opener = _open_pickles if found.pickled else _open_headers
+    remote = hub.fetch_headers(source, [n for n in found.names if n in source.remote], token) if source.remote else {}
     with _no_collection():
-        return opener(source, configs, found)
+        return _open_pickles(source, configs, found) if found.pickled else _open_headers(source, configs, found, remote)
 
 
-def _open_headers(source: Source, configs: Mapping[str, Any], found: weight_files.WeightFiles) -> Checkpoint:
+def _open_headers(
+    source: Source, configs: Mapping[str, Any], found: weight_files.WeightFiles, remote: Mapping[str, Header]
+) -> Checkpoint:
     notes = list(found.notes)
     files: list[WeightFile] = []
     spans: dict[str, Span] = {}
     holder: dict[str, WeightFile] = {}
     for name in found.names:
-        path = source.file(name, named_by=found.index or "")
-        header = read_header(path)
-        file = _weight_file(path, sha256(header.raw).hexdigest(), header.metadata)
+        if name in remote:
+            header = remote[name]
+            file = WeightFile(header.path, header.size, (0, 0), sha256(header.raw).hexdigest(), header.metadata)
+        else:
+            path = source.file(name, named_by=found.index or "")
+            header = read_header(path)
+            file = _weight_file(path, sha256(header.raw).hexdigest(), header.metadata)
         files.append(file)
         stale = []
         for tensor, span in header.spans.items():

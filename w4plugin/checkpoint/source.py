@@ -24,12 +24,14 @@ class Source:
         repo: hub id, None for a plain folder.
         commit: the full commit of a hub snapshot, None for a plain folder.
         revision: what the user asked for (branch, tag or commit), None for the default branch.
+        remote: weight files that were left on the hub, of which only headers can be had.
     """
 
     folder: Path
     repo: str | None = None
     commit: str | None = None
     revision: str | None = None
+    remote: frozenset[str] = frozenset()
 
     def label(self) -> str:
         """What a report calls the source: no path of this machine, so that reports compare."""
@@ -38,10 +40,11 @@ class Source:
         return f"{self.repo}@{self.commit}" if self.commit else self.repo
 
     def names(self) -> list[str]:
-        """Plain file names in the folder, sorted; folders and hidden files are left out."""
+        """Plain file names in the folder or left on the hub, sorted; folders and hidden files are left out."""
         try:
             with os.scandir(self.folder) as entries:
-                return sorted(e.name for e in entries if not e.name.startswith(".") and not e.is_dir())
+                here = [e.name for e in entries if not e.name.startswith(".") and not e.is_dir()]
+                return sorted({*here, *self.remote})
         except OSError as fault:
             raise StorageError(
                 str(self.folder), got=fault.strerror or str(fault), wanted="a readable folder"

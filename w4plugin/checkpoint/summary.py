@@ -42,7 +42,7 @@ def inspect(
     Returns:
         The description; see ``report.schema.json``.
     """
-    checkpoint = model if isinstance(model, Checkpoint) else Checkpoint.open(model)
+    checkpoint = model if isinstance(model, Checkpoint) else Checkpoint.open(model, headers_only=not values)
     census, config = checkpoint.census, checkpoint.quant_config
     rows = [_module(checkpoint, m) for m in (*census.modules, *census.other_width)]
     notes: list[Note] = [*checkpoint.notes, *census.notes]

@@ -86,7 +86,9 @@ patterns = _together(
 )
 
 
-def open_model(model: str, options: dict[str, Any], revision: str | None = None) -> Checkpoint:
+def open_model(
+    model: str, options: dict[str, Any], revision: str | None = None, *, headers_only: bool = False
+) -> Checkpoint:
     """The checkpoint that a command line names."""
     from w4plugin.checkpoint.checkpoint import Checkpoint
 
@@ -96,6 +98,7 @@ def open_model(model: str, options: dict[str, Any], revision: str | None = None)
         cache_dir=options["cache_dir"],
         token=options["token"],
         allow_pickle=options["allow_pickle"],
+        headers_only=headers_only,
     )
 
 

@@ -18,10 +18,10 @@ from w4plugin.errors import MismatchError
 @options.source
 @options.output
 def inspect(model: str, values: bool, workers: int | None, mode: str, quiet: bool, verbose: bool, **where: Any) -> None:
-    """Say what MODEL holds, from its headers: seconds for any size."""
+    """Say what MODEL holds, from its headers: seconds for any size, and no download of weights."""
     from w4plugin.checkpoint import summary
 
-    checkpoint = options.open_model(model, where)
+    checkpoint = options.open_model(model, where, headers_only=not values)
     with bar("reading", quiet=quiet or mode == "quiet") as progress:
         result = summary.inspect(
             checkpoint, values=values, workers=workers, begin=progress.begin, progress=progress.advance
