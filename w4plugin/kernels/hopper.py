@@ -138,7 +138,6 @@ def make_plan(tile: Tile | None, p: Problem, scale_dtype: torch.dtype, asym: boo
     from triton.experimental.gluon import language as gl
 
     from w4plugin.kernels import hopper_kernels as kernels
-    from w4plugin.kernels.hopper_weights import block_layout
 
     groups, chunks_a_group = _groups(p.group)
     steps = hopper_tiles.steps(tile, p)
@@ -168,7 +167,6 @@ def make_plan(tile: Tile | None, p: Problem, scale_dtype: torch.dtype, asym: boo
             asym,
             bias,
             True,
-            block_layout(tile.bn, tile.warps),
             not tile.on_sum,
         ),
         options={"num_warps": tile.warps, "maxnreg": tile.registers, "launch_pdl": True},

@@ -27,7 +27,7 @@ from w4plugin.kernels.gluon_names import (
     warpgroup_mma_init,
     warpgroup_mma_wait,
 )
-from w4plugin.kernels.hopper_weights import half_block, load_block, operand
+from w4plugin.kernels.hopper_weights import block_layout, half_block, load_block, operand
 
 
 @gluon.jit
@@ -170,11 +170,12 @@ def finish(acc, bias, o_n, N, BIAS: gl.constexpr, DTYPE: gl.constexpr, SCALED: g
 def narrow_worker(
     s_words, s_x, s_scales, s_zeros, full, empty, bias, out, partial, counters, M, N, steps, total, tiles_m,
     BM: gl.constexpr, BN: gl.constexpr, UNROLL: gl.constexpr, STAGES: gl.constexpr, WARPS: gl.constexpr,
-    GROUPS: gl.constexpr, ASYM: gl.constexpr, BIAS: gl.constexpr, OVERLAP: gl.constexpr, WORDS: gl.constexpr,
+    GROUPS: gl.constexpr, ASYM: gl.constexpr, BIAS: gl.constexpr, OVERLAP: gl.constexpr,
 ):  # fmt: skip
     DTYPE: gl.constexpr = s_x.dtype
     MMA: gl.constexpr = gl.NVMMADistributedLayout(version=[2, 0], warps_per_cta=[WARPS, 1], instr_shape=[16, 8])
     LEFT: gl.constexpr = gl.DotOperandLayout(0, MMA, 2)
+    WORDS: gl.constexpr = block_layout(BN, WARPS)
     RIGHT: gl.constexpr = gl.DotOperandLayout(1, MMA, 2)
     pid = gl.program_id(0)
     first = pid * total // gl.num_programs(0)
@@ -226,7 +227,7 @@ def narrow_worker(
 def narrow_kernel(
     x, words, scales, zeros, bias, out, partial, counters, M, N, blocks_n, steps, total, tiles_m, CHUNKS_A_GROUP,
     BM: gl.constexpr, BN: gl.constexpr, UNROLL: gl.constexpr, STAGES: gl.constexpr, WARPS: gl.constexpr,
-    GROUPS: gl.constexpr, ASYM: gl.constexpr, BIAS: gl.constexpr, OVERLAP: gl.constexpr, WORDS: gl.constexpr,
+    GROUPS: gl.constexpr, ASYM: gl.constexpr, BIAS: gl.constexpr, OVERLAP: gl.constexpr,
     SCALED: gl.constexpr,
 ):  # fmt: skip
     UNITS: gl.constexpr = STAGES * UNROLL
@@ -246,7 +247,7 @@ def narrow_kernel(
     gl.warp_specialize(
         [
             (narrow_worker, (s_words, s_x, s_scales, s_zeros, full, empty, bias, out, partial, counters, M, N, steps,
-                             total, tiles_m, BM, BN, UNROLL, STAGES, WARPS, GROUPS, ASYM, BIAS, OVERLAP, WORDS)),
+                             total, tiles_m, BM, BN, UNROLL, STAGES, WARPS, GROUPS, ASYM, BIAS, OVERLAP)),
             (loader, (x, words, scales, zeros, s_words, s_x, s_scales, s_zeros, full, empty, N, blocks_n, steps, total,
                       tiles_m, CHUNKS_A_GROUP, BM, BN, UNROLL, STAGES, GROUPS, ASYM, OVERLAP)),
         ],
@@ -262,13 +263,14 @@ def narrow_kernel(
 def wide_worker(
     s_words, s_x, s_scales, s_zeros, full, empty, bias, out, partial, counters, M, N, steps, total, tiles_m,
     BM: gl.constexpr, BN: gl.constexpr, PIECES: gl.constexpr, STAGES: gl.constexpr, WARPS: gl.constexpr,
-    GROUPS: gl.constexpr, ASYM: gl.constexpr, BIAS: gl.constexpr, OVERLAP: gl.constexpr, WORDS: gl.constexpr,
+    GROUPS: gl.constexpr, ASYM: gl.constexpr, BIAS: gl.constexpr, OVERLAP: gl.constexpr,
     SCALED: gl.constexpr,
 ):  # fmt: skip
     """PIECES products a chunk; each operand is unpacked while the product before it runs."""
     DTYPE: gl.constexpr = s_x.dtype
     MMA: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[WARPS, 1], instr_shape=[16, BM, 16])
     LEFT: gl.constexpr = gl.DotOperandLayout(0, MMA, 2)
+    WORDS: gl.constexpr = block_layout(BN, WARPS)
     HALVES: gl.constexpr = 4 // PIECES
     A_GROUP: gl.constexpr = PIECES // GROUPS  # products that share a scale
     pid = gl.program_id(0)
@@ -349,7 +351,7 @@ def wide_worker(
 def wide_kernel(
     x, words, scales, zeros, bias, out, partial, counters, M, N, blocks_n, steps, total, tiles_m, CHUNKS_A_GROUP,
     BM: gl.constexpr, BN: gl.constexpr, PIECES: gl.constexpr, STAGES: gl.constexpr, WARPS: gl.constexpr,
-    GROUPS: gl.constexpr, ASYM: gl.constexpr, BIAS: gl.constexpr, OVERLAP: gl.constexpr, WORDS: gl.constexpr,
+    GROUPS: gl.constexpr, ASYM: gl.constexpr, BIAS: gl.constexpr, OVERLAP: gl.constexpr,
     SCALED: gl.constexpr,
 ):  # fmt: skip
     s_words = gl.allocate_shared_memory(gl.int32, [2 * STAGES, BN // 16, 128], words.layout)
@@ -368,7 +370,7 @@ def wide_kernel(
     gl.warp_specialize(
         [
             (wide_worker, (s_words, s_x, s_scales, s_zeros, full, empty, bias, out, partial, counters, M, N, steps,
-                           total, tiles_m, BM, BN, PIECES, STAGES, WARPS, GROUPS, ASYM, BIAS, OVERLAP, WORDS, SCALED)),
+                           total, tiles_m, BM, BN, PIECES, STAGES, WARPS, GROUPS, ASYM, BIAS, OVERLAP, SCALED)),
             (loader, (x, words, scales, zeros, s_words, s_x, s_scales, s_zeros, full, empty, N, blocks_n, steps, total,
                       tiles_m, CHUNKS_A_GROUP, BM, BN, 1, STAGES, GROUPS, ASYM, OVERLAP)),
         ],

@@ -60,7 +60,8 @@ BF16_SCALED = gl.constexpr(_HEAD_BF16.replace("UNIT", "0x3f803f80") + _SCALE.rep
 OPERANDS = gl.constexpr("=h,=h,=h,=h,=h,=h,=h,=h,r,r,r,r")
 
 
-def block_layout(columns: int, warps: int) -> gl.DistributedLinearLayout:
+@gluon.constexpr_function
+def block_layout(columns, warps):
     """How threads hold a block's words ``[columns / 16, 128]``: each lane four neighbours, each warp 16 columns."""
     registers = [[0, 1], [0, 2]]
     lanes = [[0, 4], [0, 8], [0, 16], [0, 32], [0, 64]]

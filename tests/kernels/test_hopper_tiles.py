@@ -1,0 +1,95 @@
+"""The Hopper backend's choices: pure functions, so every machine can check them."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+
+import pytest
+import torch
+
+from w4plugin.kernels import hopper, hopper_tiles
+from w4plugin.kernels.tiles import Problem
+
+SHAPES = [
+    (4096, 4096),
+    (28672, 4096),
+    (4096, 14336),
+    (57344, 8192),
+    (8192, 28672),
+    (576, 1536),
+    (16, 64),
+    (152064, 3584),
+]
+ROWS = [1, 2, 8, 9, 16, 17, 32, 33, 64, 65, 128, 129, 256, 257, 512, 513, 1024, 1535]
+SMS = 132
+SHARED = 227 * 1024
+REGISTERS = 65536
+
+
+def problem(m: int, n: int, k: int, group: int = 128, narrow: bool = True) -> Problem:
+    return Problem(m, n, k, group, narrow, "sm_90", SMS)
+
+
+@pytest.mark.parametrize("m", ROWS)
+@pytest.mark.parametrize(("n", "k"), SHAPES)
+@pytest.mark.parametrize(("group", "narrow"), [(128, True), (64, True), (32, True), (0, True), (128, False)])
+def test_every_choice_is_one_the_kernels_take(m: int, n: int, k: int, group: int, narrow: bool) -> None:
+    p = problem(m, n, k, group, narrow)
+    tile = hopper_tiles.choose(p)
+    if tile is None:
+        assert m > 512, "few rows go to a fused kernel"
+        return
+    assert tile.on_sum or narrow, "scales of another dtype are not narrowed onto the weights"
+    assert tile.kind == "narrow" or tile.depth in (2, 4)
+    assert group != 32 or tile.kind == "narrow" or tile.depth == 4, "a product spans one group"
+    threads = 32 * (tile.warps + 4)  # the loader's warp takes a warpgroup of its own
+    assert tile.resident * threads * tile.registers <= REGISTERS
+    scales = (2 if narrow else 4) * tile.bn + max(tile.bn, 128)  # and zero points, a byte each
+    chunk = tile.bn * 64 + tile.bm * 256 + (128 // group if group in (32, 64) else 1) * scales
+    stage = chunk * (tile.depth if tile.kind == "narrow" else 1)
+    assert tile.resident * (tile.stages * stage + 1024) <= SHARED, "the resident programs fit shared memory"
+    programs = hopper_tiles.programs(tile, p)
+    tiles = -(-n // tile.bn) * -(-m // tile.bm)
+    assert 1 <= programs <= max(2 * SMS * tile.resident, 1)
+    assert programs <= tiles * hopper_tiles.steps(tile, p), "no program without work"
+    assert programs <= 4 * SMS, "a counter a program"
+
+
+@pytest.mark.parametrize("m", ROWS)
+def test_constants_are_plain_values(m: int) -> None:
+    """Hosts that watch compilation (vLLM does) write a kernel's constants as JSON."""
+    p = problem(m, 4096, 4096)
+    tile = hopper_tiles.choose(p)
+    assert tile is not None
+    plan = hopper.make_plan(tile, p, torch.float16, asym=True, bias=True)
+    assert json.loads(json.dumps(plan.constants)) == list(plan.constants)
+    assert json.loads(json.dumps(plan.options)) == plan.options
+
+
+def test_neighbouring_batches_take_the_same_tile() -> None:
+    """The same bits for a row whatever it rides with, inside a bucket."""
+    for low, high in ((1, 8), (9, 16), (17, 32), (33, 64), (65, 128), (129, 256), (257, 512)):
+        assert hopper_tiles.choose(problem(low, 4096, 4096)) == hopper_tiles.choose(problem(high, 4096, 4096))
+
+
+def test_whole_shares_where_tiles_are_few() -> None:
+    p = problem(1, 4096, 14336)
+    tile = hopper_tiles.choose(p)
+    assert tile is not None
+    assert hopper_tiles.programs(tile, p) % -(-p.n // tile.bn) == 0
+
+
+def test_a_view_describes_a_weight_without_holding_it() -> None:
+    plan = hopper.Plan(None)
+    words, scales = torch.zeros(2, 3, 128, dtype=torch.int32), torch.ones(1, 48)
+    first = hopper._weight_views(plan, words, scales, None)
+    assert [v.shape for v in first] == [(6, 128), (48,), (48,)]
+    assert hopper._weight_views(plan, words, scales, None) is first
+    assert not any(isinstance(getattr(v, name), torch.Tensor) for v in first for name in v.__slots__)
+
+
+def test_fields_of_a_tile_are_data() -> None:
+    tile = hopper_tiles.choose(problem(1, 4096, 4096))
+    assert tile is not None
+    assert hopper_tiles.Tile(**json.loads(json.dumps(dataclasses.asdict(tile)))) == tile
