@@ -38,18 +38,21 @@ def to_fragments(qweight: Tensor, pad_codes: Tensor | None) -> Tensor:
     """
     words, n = qweight.shape
     kb, nb = blocks(words, ROWS // 8), blocks(n, COLUMNS)
-    padded = torch.zeros(kb * 8, nb * COLUMNS, dtype=torch.int32, device=qweight.device)
-    padded[:words, :n] = qweight
-    if kb * 8 > words:
-        padded[words:, :n] = _word_of(pad_codes, n, qweight.device)
-    source = padded.view(kb, 2, 4, nb, 2, 8)  # b c i j h r; word i of a block of 32 rows holds rows 8i + (2t + l)
-    out = torch.zeros(kb, nb, 8, 4, 2, 2, dtype=torch.int32, device=qweight.device)  # b j r t c h
+    padded = qweight
+    if (kb * 8, nb * COLUMNS) != (words, n):
+        padded = torch.zeros(kb * 8, nb * COLUMNS, dtype=torch.int32, device=qweight.device)
+        padded[:words, :n] = qweight
+        if kb * 8 > words:
+            padded[words:, :n] = _word_of(pad_codes, n, qweight.device)
+    # Nibbles first, in the order of the source, where neighbours stay neighbours; then one pass that moves whole words.
+    source = padded.reshape(kb, 2, 4, nb * COLUMNS)  # b c i n; word i of a half block holds rows 8i + (2t + l)
+    mixed = torch.zeros_like(source)  # b c t n
     for t in range(4):
         for i in range(4):
-            for l in range(2):
-                code = (source[:, :, i] >> (4 * (2 * t + l))) & 15  # b c j h r
-                out[:, :, :, t] |= (code << (4 * (i + 4 * l))).permute(0, 2, 4, 1, 3)
-    return out.view(kb, nb, WORDS)
+            pair = (source[:, :, i] >> (8 * t)) & 0xFF  # rows 2t and 2t + 1 of word i
+            mixed[:, :, t] |= ((pair | (pair << 12)) & 0x000F000F) << (4 * i)
+    moved = mixed.view(kb, 2, 4, nb, 2, 8).permute(0, 3, 5, 2, 1, 4)  # b c t j h r to b j r t c h
+    return moved.reshape(kb, nb, WORDS).contiguous()
 
 
 def from_fragments(fragments: Tensor, k: int, n: int) -> Tensor:
