@@ -10,10 +10,12 @@ import torch
 from safetensors import safe_open
 from torch import Tensor
 
+from tests.formats.test_real_checkpoints import FORMATS
 from w4plugin.errors import CorruptError
 from w4plugin.formats import Decoded, Module, find_modules, read_module
 from w4plugin.formats.conformance import headers
 from w4plugin.formats.other_widths import dequantize
+from w4plugin.formats.registry import BUILT_IN
 from w4plugin.packing import unpack
 from w4plugin.quant_config import QuantConfig
 
@@ -37,6 +39,8 @@ WHOLE = {
     "gptqmodel_int8": "gptq_v2",
     "gptqmodel_int16": "gptq_v2",
     "gptqmodel_int64": "gptq_v2",
+    "compressed_tensors_0_9_1": "compressed-tensors",
+    "compressed_tensors_0_18_0": "compressed-tensors",
 }
 
 OTHER = (*(f"autogptq_{b}bit" for b in (2, 3, 8)), *(f"gptqmodel_planar_{b}bit" for b in (3, 5, 6, 7)))
@@ -62,6 +66,12 @@ def read(name: str) -> tuple[Module, Decoded, dict[str, Tensor]]:
     return module, read_module(module, tensors, config), want
 
 
+def test_every_format_was_written_by_a_tool_of_its_own() -> None:
+    """Here, or among the checkpoints that tools wrote (test_real_checkpoints)."""
+    found = {*WHOLE.values(), *FORMATS.values()}
+    assert {f.name for f in BUILT_IN} == found
+
+
 def test_every_file_is_used() -> None:
     used = {*WHOLE, *OTHER, "autogptq_underflow", "autogptq_k80", "autogptq_n48_asym"}
     assert used == {p.stem for p in FOLDER.glob("*.safetensors")}
@@ -75,7 +85,11 @@ def test_codes_zero_points_and_scales(name: str) -> None:
     assert torch.equal(unpack(weight.qweight, 0), want["q"])
     assert torch.equal(weight.full_zeros(), want["z"])
     assert torch.equal(weight.scales.double(), want["s"].double())
-    assert torch.equal(weight.groups(), torch.arange(weight.K) // (weight.K // weight.G))
+    sequential = torch.arange(weight.K) // (weight.K // weight.G)
+    assert torch.equal(weight.groups(), want.get("g", sequential))
+    assert (weight.g_idx is not None) == ("g" in want and not torch.equal(want["g"], sequential))
+    spoken = [note for note in decoded.notes if note.level != "info"]
+    assert bool(spoken) == (name == "autogptq_n48_sym"), spoken
 
 
 @pytest.mark.parametrize("name", sorted(OTHER))

@@ -1,9 +1,15 @@
-"""Layers packed by the producers' own code: python tests/data/upstream/make.py CLONES
+"""Layers packed by the producers' own code: python tests/data/upstream/make.py CLONES [STEP ...]
 
 CLONES holds git clones named OWNER+NAME/repo (bare or not). The packing modules are read from the commits below and
 run as they are, with stand-ins for CUDA extensions and packages that packing does not use. Each output file holds the
-packed tensors, ``want.q`` [K, N], ``want.z`` [G, N] and ``want.s`` [G, N], which were chosen before, and the config
-that such a checkpoint carries, as metadata.
+packed tensors, ``want.q`` [K, N], ``want.z`` [G, N] and ``want.s`` [G, N] (and ``want.g`` [K] with act-order), which
+were chosen before, and the config that such a checkpoint carries, as metadata.
+
+Old versions of compressed-tensors come from the package index instead. For each of 0.9.1 and 0.18.0:
+
+    pip install --no-deps --target /tmp/ct compressed-tensors==0.9.1
+    PYTHONPATH=/tmp/ct:$(echo .venv-truth/lib/python3*/site-packages) \
+        .venv/bin/python tests/data/upstream/make.py . compressed_tensors
 
 Weights are ``(q - z) * s`` with scales that are powers of two, so the packers' own rounding changes nothing.
 """
@@ -80,6 +86,7 @@ def linear(t: dict[str, Tensor], dtype: torch.dtype = torch.float32) -> nn.Linea
 
 def save(name: str, tensors: dict[str, Tensor], t: dict[str, Tensor], config: dict[str, Any]) -> None:
     want = {"want.q": t["q"].to(torch.uint8), "want.z": t["z"].to(torch.uint8), "want.s": t["s"]}
+    want |= {"want.g": t["g"]} if "g" in t else {}
     packed = {k: v.detach().contiguous() for k, v in tensors.items() if v is not None}
     save_file({**packed, **want}, HERE / f"{name}.safetensors", {"config": json.dumps(config)})
 
@@ -190,6 +197,36 @@ def auto_round() -> None:
         save(packing.replace(":", "_") + "_asym", buffers(made), t, {**config, "data_type": "int"})
 
 
+def compressed_tensors() -> None:
+    """0.9.1 left zero points unpacked; 0.18.0 was the last to know act-order."""
+    from compressed_tensors import __version__
+    from compressed_tensors.quantization import QuantizationArgs, QuantizationScheme
+
+    old, order = __version__ == "0.9.1", "group"
+    t = weight(128, 24, 32, sym=False, seed=23, lowest=0)
+    t["g"] = torch.randperm(128, generator=torch.Generator().manual_seed(24)) // 32
+    if old:
+        t["g"], order = torch.arange(128) // 32, None
+    t["w"] = (t["q"] - t["z"][t["g"]]) * t["s"][t["g"]]
+    settings = {"num_bits": 4, "type": "int", "symmetric": False, "strategy": "group", "group_size": 32}
+    args = QuantizationArgs(**settings, actorder=order)
+    state = {"weight_scale": t["s"].T.contiguous().half(), "weight_zero_point": (t["z"].T - 8).to(torch.int8)}
+    if old:
+        from compressed_tensors.compressors.quantized_compressors import pack_quantized
+
+        packer = pack_quantized.PackedQuantizationCompressor()
+        made = packer.compress_weight(t["w"].T, state["weight_scale"], args, state["weight_zero_point"])
+        made = {**made, **state}  # which its caller does
+    else:
+        from compressed_tensors.compressors.pack_quantized.base import PackedQuantizationCompressor
+
+        state |= {"weight": t["w"].T.contiguous(), "weight_g_idx": t["g"].int()}
+        made = PackedQuantizationCompressor.compress(state, QuantizationScheme(targets=["Linear"], weights=args))
+    group = {"targets": ["Linear"], "weights": {**settings, "actorder": order}, "input_activations": None}
+    config = {"quant_method": "compressed-tensors", "format": "pack-quantized", "config_groups": {"group_0": group}}
+    save(f"compressed_tensors_{__version__.replace('.', '_')}", made, t, config)
+
+
 def gptqmodel() -> None:
     import ast
     import math
@@ -228,6 +265,9 @@ def gptqmodel() -> None:
         make(f"gptqmodel_planar_{bits}bit", bits, "int32", sym=False, version="gptq_p", is_planar=True)
 
 
+FROM_CLONES = (marlin, autoawq, llm_awq, gptq_for_llama, autogptq, auto_round, gptqmodel)
+
 if __name__ == "__main__":
-    for step in (marlin, autoawq, llm_awq, gptq_for_llama, autogptq, auto_round, gptqmodel):
+    chosen = sys.argv[2:]
+    for step in [s for s in (*FROM_CLONES, compressed_tensors) if s.__name__ in chosen] if chosen else FROM_CLONES:
         step()
