@@ -184,6 +184,7 @@ def _written(result: Result, verbose: bool) -> list[str]:
     if result["dropped"]:
         reasons = sorted({d["reason"] for d in result["dropped"]})
         lines.append(f"  {len(result['dropped'])} tensors dropped: {', '.join(reasons)}")
+    lines += [f"  uploaded: {result['uploaded']}"] if result.get("uploaded") else []
     empty = [m["name"] for m in result["modules"] if m.get("unfilled")]
     lines += [f"  never filled by its producer: {name}" for name in empty[:SHOWN]]
     return [*lines, *_side_files(result), *_notes(result, verbose)]

@@ -11,6 +11,8 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from tests.checkpoint import models
+from w4plugin.checkpoint import quantize as verb
+from w4plugin.checkpoint import repack
 from w4plugin.checkpoint.checkpoint import Checkpoint
 from w4plugin.checkpoint.dequantize import dequantize
 from w4plugin.checkpoint.quantize import is_decoder_linear, quantize
@@ -120,3 +122,15 @@ def test_one_group_and_a_short_last_one(tmp_path: Path) -> None:
         assert verify(out)["ok"]
         sizes = {m.name: m.group_size for m in Checkpoint.open(out).census.modules}
         assert sizes == ({PACKED[0]: 64, PACKED[1]: 128} if size == -1 else dict.fromkeys(PACKED, 48))
+
+
+def test_cuts_give_what_the_whole_gives(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    source = moe(tmp_path / "in")
+    for elements in (1, 300, 1 << 22):
+        monkeypatch.setattr(repack, "ELEMENTS", elements)
+        monkeypatch.setattr(verb, "ELEMENTS", elements)
+        quantize(source, tmp_path / f"packed{elements}", group_size=48)
+        dequantize(tmp_path / f"packed{elements}", tmp_path / f"plain{elements}")
+    for kind in ("packed", "plain"):
+        first, *others = (models.contents(tmp_path / f"{kind}{n}")["model.safetensors"] for n in (1, 300, 1 << 22))
+        assert all(other == first for other in others)

@@ -28,9 +28,12 @@ _ALONG_N = {
     "gptq": {"qweight": (1, 1), "qzeros": (1, 8), "scales": (1, 1)},
     "awq": {"qweight": (1, 8), "qzeros": (1, 8), "scales": (1, 1)},
     "awq-gemv": {"qweight": (0, 1), "qzeros": (0, 1), "scales": (0, 1)},
+    "awq-gemv-fast": {"qweight": (0, 4), "qzeros": (1, 1), "scaled_zeros": (1, 1), "scales": (1, 1)},
+    "gptq-v0": {"qweight": (1, 1), "zeros": (0, 1), "scales": (0, 1)},
     "compressed-tensors": {"weight_packed": (0, 1), "weight_scale": (0, 1), "weight_zero_point": (0, 8)},
 }
 _ALONG_N["gptq_v2"] = _ALONG_N["auto-round"] = _ALONG_N["gptq"]
+_ALONG_N["llm-awq"] = _ALONG_N["awq-gemv-fast"]
 """suffix -> (axis of N, columns in one element), for the formats that can be cut along N."""
 
 _WHOLE = {"g_idx", "weight_g_idx", "weight_shape"}

@@ -11,11 +11,13 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from torch import Tensor
+
 from w4plugin.checkpoint import output
 from w4plugin.checkpoint.checkpoint import Checkpoint
 from w4plugin.checkpoint.output import Request, Work
 from w4plugin.checkpoint.prediction import Sizes, predict
-from w4plugin.checkpoint.repack import DEFAULT_FORMAT, Selection, facts_of
+from w4plugin.checkpoint.repack import DEFAULT_FORMAT, ELEMENTS, Selection, facts_of
 from w4plugin.checkpoint.stream import Job, Product, copy_job
 from w4plugin.errors import UnsupportedError, UsageError, W4Error
 from w4plugin.formats import registry
@@ -23,6 +25,7 @@ from w4plugin.formats.format import Decoded, Layer, Module
 from w4plugin.note import Note
 from w4plugin.packing import NIBBLES
 from w4plugin.quantize import quantize as quantize_weight
+from w4plugin.tensor import W4Tensor
 
 IN_A_BLOCK = re.compile(r"(^|\.)(layers|h|blocks|block)\.\d+\.")
 NOT_DECODER = re.compile(
@@ -131,7 +134,7 @@ def _job(checkpoint: Checkpoint, name: str, to: str, grid: tuple[int, bool], dev
     def make() -> Product:
         stored = checkpoint.tensor(full).to(device)
         try:
-            weight = quantize_weight(stored.t(), group_size, sym=sym)
+            weight = _in_cuts(stored, group_size, sym)
             written = registry.write_module(to, weight)
         except W4Error as fault:
             raise fault.at(full) from fault
@@ -142,5 +145,10 @@ def _job(checkpoint: Checkpoint, name: str, to: str, grid: tuple[int, bool], dev
 
     groups = 1 if group_size == -1 else -(-K // group_size)
     predicted = predict(name, to, Sizes((), K, N, groups, "F16", sym, act_order=False))
-    # float32 copies of the weight: as read, grouped, divided, and the codes
-    return Job(name, predicted, make, size + 18 * K * N, size)
+    return Job(name, predicted, make, 2 * size + 32 * ELEMENTS, size)
+
+
+def _in_cuts(stored: Tensor, group_size: int, sym: bool) -> W4Tensor:
+    """The quantised ``[N, K]`` weight, a few columns at a time: the quantiser works in several float32 copies."""
+    step = max(1, ELEMENTS // stored.shape[1])
+    return W4Tensor.cat_n([quantize_weight(cut.t(), group_size, sym=sym) for cut in stored.split(step)])

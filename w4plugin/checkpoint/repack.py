@@ -28,11 +28,15 @@ from w4plugin.checkpoint.stream import Job, Product, Shape, copy_job
 from w4plugin.errors import UnsupportedError, UsageError, W4Error
 from w4plugin.formats import registry
 from w4plugin.formats.format import Decoded, Layer, Module
+from w4plugin.tensor import W4Tensor
 
 DEFAULT_FORMAT = "gptq_v2"
 
-SPREAD = 4
-"""Memory that a module costs while it is converted, as a multiple of its bytes; tools/bench_repack measures it."""
+SPREAD = 3
+"""Memory that a module costs while it is converted, as a multiple of its bytes: as read, as written, and pieces."""
+
+ELEMENTS = 1 << 22
+"""Weights that are made plain at a time."""
 
 
 def repack(
@@ -189,7 +193,7 @@ def plain_job(checkpoint: Checkpoint, module: Module, dtype: torch.dtype | None,
 
     def make() -> Product:
         decoded = read(checkpoint, module, device)
-        weight = decoded.weight.dequantize(dtype).mT.contiguous()
+        weight = plain_weight(decoded.weight, dtype or decoded.weight.scales.dtype)
         require_finite(f"{module.name}.weight", weight)
         bias = {} if decoded.bias is None else {module.tensors["bias"]: decoded.bias.to(dtype or decoded.bias.dtype)}
         facts = {**facts_of(module, decoded), "bias": "none" if decoded.bias is None else "kept", "dropped": []}
@@ -203,9 +207,19 @@ def plain_job(checkpoint: Checkpoint, module: Module, dtype: torch.dtype | None,
         header = checkpoint.headers[module.tensors["bias"]]
         predicted[module.tensors["bias"]] = (name if dtype is not None else header.dtype, header.shape)
     size = module_bytes(checkpoint, module)
-    # codes as float32, the gathered zeros and scales beside them, and the result
-    cost = size + 16 * nbytes("U8", (*lead, module.N, module.K))
-    return Job(module.name, predicted, make, cost, size)
+    plain = nbytes(predicted[f"{module.name}.weight"][0], (*lead, module.N, module.K))
+    return Job(module.name, predicted, make, SPREAD * size + plain + 20 * ELEMENTS, size)
+
+
+def plain_weight(weight: W4Tensor, dtype: torch.dtype) -> Tensor:
+    """``[*E, N, K]`` as a Linear has it, a few columns at a time: the exact product takes eight times the result."""
+    lead = () if weight.experts is None else (weight.experts,)
+    out = torch.empty((*lead, weight.N, weight.K), dtype=dtype, device=weight.device)
+    step = max(1, ELEMENTS // (weight.K * (weight.experts or 1)))
+    for start in range(0, weight.N, step):
+        stop = min(start + step, weight.N)
+        out[..., start:stop, :] = weight.shard_n(start, stop).dequantize(dtype).mT
+    return out
 
 
 def require_finite(name: str, weight: Tensor) -> None:

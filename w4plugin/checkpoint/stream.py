@@ -32,7 +32,7 @@ from w4plugin.errors import UsageError
 
 INDEX = "model.safetensors.index.json"
 
-BUDGET = 384 << 20
+BUDGET = 640 << 20
 """Bytes that the jobs in flight may cost together; a larger job runs alone."""
 
 FLUSH = 256 << 20
