@@ -1,0 +1,148 @@
+"""README.md is true: sections are fresh, code runs, and every command, flag, file and anchor that it names exists."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+
+from w4plugin.cli import main
+from w4plugin.formats.registry import BUILT_IN
+
+ROOT = Path(__file__).parents[1]
+README = (ROOT / "README.md").read_text()
+BLOCKS = re.findall(r"^```(\w*)\n(.*?)^```$", README, re.MULTILINE | re.DOTALL)
+SHELL = [line for kind, block in BLOCKS if kind in ("", "sh", "bash") for line in block.splitlines()]
+CODE = [*SHELL, *re.findall(r"`([^`\n]+)`", re.sub(r"^```.*?^```$", "", README, flags=re.MULTILINE | re.DOTALL))]
+
+
+@pytest.fixture(scope="module")
+def tool() -> ModuleType:
+    spec = importlib.util.spec_from_file_location("tools_readme", ROOT / "tools" / "readme.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_sections_are_fresh(tool: ModuleType) -> None:
+    names = [m["name"] for m in tool.MARKED.finditer(README)]
+    assert {"formats", "repack"} <= set(names)
+    assert len(set(names)) == len(names)
+    assert README.count("made by tools/readme -->") == len(names)  # every section has an end
+    assert tool.stale(README) == [], "run ./tools/readme"
+
+
+def test_a_stale_section_is_told_and_mended(tool: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "README.md"
+    fresh = tool.made(README)
+    path.write_text(fresh.replace("| `gptq_v2` |", "| `gptq_v3` |"))
+    monkeypatch.setattr(tool, "README", path)
+    monkeypatch.setattr(sys, "argv", ["readme", "--check"])
+    assert tool.main() == 1
+    monkeypatch.setattr(sys, "argv", ["readme"])
+    assert tool.main() == 0
+    assert path.read_text() == fresh
+    monkeypatch.setattr(sys, "argv", ["readme", "--check"])
+    assert tool.main() == 0
+
+
+def test_the_table_names_every_format_once_and_says_what_is_written(tool: ModuleType) -> None:
+    lines = tool.formats().splitlines()
+    for f in BUILT_IN:
+        (line,) = [x for x in lines if x.startswith(f"| `{f.name}` |")]
+        assert f.title in line
+        assert line.rstrip(" |").rpartition("| ")[2].startswith("yes" if f.write else "no")
+
+
+MEASURED: dict[str, Any] = {
+    "machine": {"cores": 2, "cpu": "A CPU"},
+    "bytes": 2_200_000_000,
+    "rounds": 5,
+    "after a pause": {
+        "repack_seconds": {"median": 2.04, "best": 1.9, "worst": 2.2},
+        "speed_as_share_of_copy": {"median": 0.71, "best": 0.8, "worst": 0.6},
+    },
+    "to_compressed_tensors_seconds": {"median": 2.5, "best": 2.4, "worst": 2.6},
+    "peer": {"compressed-tensors": "0.19.0", "seconds": 30.0},
+    "peak_mib_above_interpreter_by_bytes": {"6600000000": 412, "2200000000": 401},
+    "inspect": {"shards": 100, "seconds_after_import": 0.234},
+}
+
+
+def test_measurements_of_repack(tool: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tool, "BENCHMARKS", tmp_path)
+    assert tool.repack() == ""
+    (tmp_path / "repack.json").write_text(json.dumps(MEASURED))
+    text = tool.repack()
+    assert "2.2 GB of AWQ GEMM to GPTQ v2 on 2 cores (A CPU): 2.0 s, 0.71 times the speed" in text
+    assert "401 MiB for 2.2 GB and 412 MiB for 6.6 GB" in text
+    assert "compressed-tensors 0.19.0's own AWQ conversion takes 30.0 s" in text
+    assert "0.23 s after imports" in text
+
+
+PYTHON = [block for kind, block in BLOCKS if kind == "python"]
+
+
+@pytest.mark.parametrize("block", PYTHON, ids=lambda b: b.strip().splitlines()[-1][:40])
+def test_python_runs(block: str, tmp_path: Path) -> None:
+    (tmp_path / "examples").symlink_to(ROOT / "examples")
+    environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"} | {"PYTHONPATH": str(ROOT)}
+    environment["HF_HUB_OFFLINE"] = "1"  # what is not in examples/ is not looked for
+    done = subprocess.run(
+        [sys.executable, "-c", block], cwd=tmp_path, env=environment, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr
+
+
+def test_there_is_python_to_run() -> None:
+    assert len(PYTHON) >= 2
+
+
+def test_scripts_exist_and_can_be_started() -> None:
+    named = {m for text in CODE for m in re.findall(r"(?<![\w/.])(?:\./)?(tools/[\w-]+|examples/[\w./-]+)", text)}
+    assert {"tools/demo", "tools/test"} <= named
+    for name in sorted(named):
+        path = ROOT / name
+        assert path.exists(), name
+        assert name.startswith("examples/") or os.access(path, os.X_OK), f"{name} is not executable"
+
+
+def test_verbs_exist() -> None:
+    texts = [text for text in CODE if not text.startswith("pip ")]
+    shown = {m for text in texts for m in re.findall(r"(?<![\w/-])w4plugin ([a-z]+)", text)}
+    assert shown <= set(main.commands)
+    assert set(main.commands) - shown <= {"completion"}, "verbs that README does not show"
+
+
+def test_flags_exist() -> None:
+    known = {flag for command in main.commands.values() for p in command.params for flag in p.opts}
+    foreign = {"--quantization", "--help", "--check"}  # vLLM's, and those of scripts
+    named = {flag for text in CODE for flag in re.findall(r"(?<![\w-])--[a-z][\w-]+", text)}
+    assert named - foreign <= known, named - foreign - known
+
+
+def test_targets_of_to_exist() -> None:
+    (line,) = [x for x in SHELL if x.startswith("w4plugin repack")]
+    writable = {f.name for f in BUILT_IN if f.write is not None}
+    named = set(re.findall(r"[a-z_0-9-]+", line.partition("--to ")[2].partition(" where")[0]))
+    assert named <= writable
+    assert named | {"gptq_v2"} == writable
+
+
+def test_links_lead_somewhere() -> None:
+    anchors = {re.sub(r"[^\w -]", "", h.lower()).replace(" ", "-") for h in re.findall(r"^#+ (.*)$", README, re.M)}
+    for target in re.findall(r"\]\(([^)\s]+)\)", README):
+        if target.startswith("#"):
+            assert target[1:] in anchors, target
+        elif "://" not in target:
+            assert (ROOT / target.partition("#")[0]).exists(), target
