@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from typing import Any
 
 from peft.tuners.lora import Linear as LoraLinear
@@ -25,7 +26,10 @@ class W4LoraLinear(LoraLinear):
                 wanted="plain LoRA: use_dora=False and init_lora_weights True, False or 'gaussian'",
                 todo="these read or change the base weight, which is packed",
             )
-        super().__init__(base_layer, adapter_name, config, **kwargs)
+        with warnings.catch_warnings():
+            # PEFT says "proceed at your own risk" of every class it does not list, even of one it was told about
+            warnings.filterwarnings("ignore", message="Unsupported layer type")
+            super().__init__(base_layer, adapter_name, config, **kwargs)
 
     def merge(self, *args: Any, **kwargs: Any) -> None:
         raise UnsupportedError(
@@ -37,7 +41,7 @@ class W4LoraLinear(LoraLinear):
 
 
 def lora(config: Any) -> Any:
-    """A ``peft.LoraConfig`` that knows packed layers; give it to ``get_peft_model`` or ``add_adapter``.
+    """A ``peft.LoraConfig`` that knows packed layers; give it to ``peft.get_peft_model``.
 
     Names in ``target_modules`` work as ever. PEFT does not save this knowledge with an adapter, so pass
     ``config=lora(PeftConfig.from_pretrained(folder))`` when loading one.
