@@ -21,7 +21,7 @@ from w4plugin.checkpoint.judge import Array
 from w4plugin.checkpoint.repack import read
 from w4plugin.checkpoint.staging import REPORT
 from w4plugin.errors import CorruptError, UnsupportedError
-from w4plugin.formats import registry
+from w4plugin.formats import other_widths, registry
 from w4plugin.formats.format import Decoded, Module
 from w4plugin.reference import Exact
 
@@ -205,7 +205,8 @@ def compare_wide(
     (one, module), (two, name) = left, right
     tensors = {s: one.tensor(n) for s, n in module.tensors.items()}
     config = one.quant_config
-    exact = judge.wide_weight(module, tensors, config.layout, config.for_module(module.name).sym)
+    planar = other_widths.is_planar(module, config)
+    exact = judge.wide_weight(module, tensors, config.layout, config.for_module(module.name).sym, planar=planar)
     weight, dtype = two.tensor(name), two.headers[name].dtype
     if tuple(weight.shape) != exact.T.shape:
         found.differ(name, f"{list(weight.shape)}, not that of the packed module")

@@ -6,6 +6,7 @@ module of any size costs the same.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
 
@@ -154,20 +155,28 @@ def _to_odd(weight: Array) -> Array:
     return result
 
 
-def wide_weight(module: Module, tensors: Mapping[str, Tensor], label: str | None, sym: bool | None) -> Array:
-    """``[K, N]`` exact weight of a GPTQ module of 2, 3 or 8 bits, bit by bit.
+_PLANES = {3: (2, 1), 5: (4, 1), 6: (4, 2), 7: (4, 2, 1)}
+"""GPTQModel's planar layout: each 32 codes lie as planes of these widths, the lowest bits first."""
+
+
+def wide_weight(
+    module: Module, tensors: Mapping[str, Tensor], label: str | None, sym: bool | None, *, planar: bool = False
+) -> Array:
+    """``[K, N]`` exact weight of a GPTQ module of 2 to 8 bits, bit by bit.
 
     Args:
         label: the checkpoint's zero-point rule, "gptq_v2" for true zeros.
         sym: what its config says.
+        planar: its codes lie in planes.
     """
+    planes = _PLANES[module.bits] if planar else None
     bits, K, N = module.bits, module.K, module.N
     scales = to_numpy(tensors["scales"])
     scales = scales.astype(np.float64 if scales.dtype == np.float32 else np.float32)
-    q = _codes(to_numpy(tensors["qweight"]).T, bits)[:, :K].T
+    q = _codes(to_numpy(tensors["qweight"]).T, bits, planes)[:, :K].T
     G, middle = scales.shape[0], 1 << (bits - 1)
     qzeros = to_numpy(tensors["qzeros"])
-    z = _codes(qzeros, bits)[:, :N] if qzeros.size else np.full((G, N), middle)
+    z = _codes(qzeros, bits, planes)[:, :N] if qzeros.size else np.full((G, N), middle)
     if (sym is not False and bool((z == middle - 1).all())) or bool((z == middle).all()):
         z = np.full((G, N), middle)
     elif label != "gptq_v2":
@@ -179,8 +188,14 @@ def wide_weight(module: Module, tensors: Mapping[str, Tensor], label: str | None
     return product
 
 
-def _codes(words: Array, bits: int) -> Array:
-    """int32 ``[R, C]`` as one stream of bits a row -> int64 ``[R, 32 C / bits]``."""
+def _codes(words: Array, bits: int, planes: tuple[int, ...] | None = None) -> Array:
+    """int32 ``[R, C]`` as one stream of bits a row, or as planes -> int64 ``[R, 32 C / bits]``."""
+    if planes is not None:
+        blocks = words.reshape(words.shape[0], -1, bits)  # as many words as bits hold 32 codes
+        found: Array = np.zeros((words.shape[0], blocks.shape[1] * 32), np.int64)
+        for first, last in itertools.pairwise(itertools.accumulate(planes, initial=0)):
+            found |= _codes(blocks[:, :, first:last].reshape(words.shape[0], -1), last - first) << first
+        return found
     stream = np.unpackbits(np.ascontiguousarray(words).view(np.uint8), axis=1, bitorder="little")
     stream = stream[:, : stream.shape[1] // bits * bits].reshape(words.shape[0], -1, bits)
     codes: Array = (stream.astype(np.int64) << np.arange(bits)).sum(-1)

@@ -23,6 +23,8 @@ from w4plugin.note import Note
 Choice = Literal["refuse", "keep", "dequantize"]
 CHOICES: tuple[Choice, ...] = ("refuse", "keep", "dequantize")
 
+PLANAR = "gptq_p"
+
 SWITCH = "--other-widths keep carries them through untouched, --other-widths dequantize makes them plain."
 
 
@@ -54,7 +56,10 @@ def jobs(checkpoint: Checkpoint, choice: Choice, to: str) -> list[Job]:
 
 
 def describe(checkpoint: Checkpoint, config: Mapping[str, Any]) -> dict[str, Any]:
-    """``config`` with a ``dynamic`` rule for each kept layer, as GPTQModel and vLLM read them."""
+    """``config`` with a ``dynamic`` rule for each kept layer, as GPTQModel and vLLM read them.
+
+    Where one lies in planes the label stays GPTQModel's ``gptq_p``, which is ``gptq_v2`` for the 4-bit layers.
+    """
     rules: dict[str, Any] = {}
     for module in checkpoint.census.other_width:
         size = -1 if module.group_size == module.K else module.group_size
@@ -62,6 +67,8 @@ def describe(checkpoint: Checkpoint, config: Mapping[str, Any]) -> dict[str, Any
         stated = {"sym": expected.sym, "desc_act": expected.desc_act}
         rule = {"bits": module.bits, "group_size": size, **{k: v for k, v in stated.items() if v is not None}}
         rules[f"+:{re.escape(module.name)}$"] = rule
+    if any(other_widths.is_planar(m, checkpoint.quant_config) for m in checkpoint.census.other_width):
+        config = {**config, "checkpoint_format": PLANAR, "format": PLANAR}
     # the first rule that matches wins, so the most particular ones stand first
     return {**config, "dynamic": {**rules, **config.get("dynamic", {})}} if rules else dict(config)
 

@@ -95,14 +95,19 @@ def dequantize(
     return Plain(out, zeros.notes + notes)
 
 
+def is_planar(module: Module, config: QuantConfig) -> bool:
+    """Whether a module's codes lie in planes: always those of 5 to 7 bits, those of 3 where the label says gptq_p."""
+    labelled = "gptq_p" in (config.raw.get("checkpoint_format"), config.raw.get("format"))
+    return module.bits in PLANES and (module.bits != 3 or labelled)
+
+
 PLANES = {3: (2, 1), 5: (4, 1), 6: (4, 2), 7: (4, 2, 1)}
 """Widths of the planes that hold a code, lowest bits first."""
 
 
 def _codes(words: Tensor, module: Module, config: QuantConfig, count: int) -> Tensor:
     """int64 ``[..., count]`` codes of int32 words ``[..., R]``, in the layout of this module."""
-    planar = module.bits in (5, 6, 7) or "gptq_p" in (config.raw.get("checkpoint_format"), config.raw.get("format"))
-    if planar and module.bits in PLANES:
+    if is_planar(module, config):
         return bit_planes(words, PLANES[module.bits], count)
     return bit_stream(words, module.bits, count)
 
