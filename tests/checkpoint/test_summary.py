@@ -60,6 +60,7 @@ def test_vllm_takes_a_symmetric_gptq(tmp_path: Path) -> None:
     ("kind", "reason"),
     [
         ("asymmetric", "sym=false"),
+        ("packing", "packing_format auto_round: vLLM's loader takes auto_round:auto_gptq"),
         ("act-order", "desc_act=true"),
         ("group 16", "group size 16"),
         ("short group", "a short last group"),
@@ -86,6 +87,11 @@ def test_why_vllm_would_not(tmp_path: Path, kind: str, reason: str) -> None:
     sources = {
         "asymmetric": lambda: models.folder(path, models.layers({name: pack(asym)}), gptq(asym)),
         "act-order": lambda: models.folder(path, models.layers({name: pack(t)}), gptq(t, desc_act=True)),
+        "packing": lambda: models.folder(
+            path,
+            models.layers({name: pack(asym, offset=0, g_idx=False)}),
+            {"quant_method": "auto-round", "packing_format": "auto_round", "bits": 4, "group_size": 32, "sym": False},
+        ),
         "group 16": lambda: models.folder(path, models.layers({name: pack(sixteen)}), gptq(sixteen)),
         "short group": lambda: models.folder(path, models.layers({name: pack(short)}), gptq(short)),
         "gemv": lambda: models.folder(

@@ -145,6 +145,32 @@ def test_rule_with_another_width_than_the_tensors() -> None:
     assert "says 8 bits (dynamic: +:.*up), the tensors hold 4" in note.text
 
 
+@pytest.mark.parametrize(
+    ("rules", "where", "text"),
+    [
+        ({"dynamic": {r"-:.*\.up$": {}}}, "model.layers.0.up", r"the config skips it (dynamic: -:.*\.up$)"),
+        ({"modules_to_not_convert": ["layers.0.up"]}, "model.layers.0.up", "the config skips it"),
+        ({"ignore": ["re:.*up"]}, "model.layers.0.up", "the config skips it (ignore: re:.*up)"),
+        ({"extra_config": {"model.layers.0.up": {"bits": 16}}}, "model.layers.0.up", "the config skips it"),
+        ({"extra_config": {"layers.0.up": {"bits": 8}}}, "model.layers.0.up", "the config says 8 bits"),
+        ({"extra_config": {r".*\.down": {"bits": 4}}}, "model.layers.0.down", "the config quantises it"),
+        ({"modules_in_block_to_quantize": [["down"]]}, "model.layers.0.up", "the config skips it"),
+        ({"block_name_to_quantize": "model.blocks"}, "model.layers.0.up", "not listed), but it is packed"),
+        ({"config_groups": {"g": {"targets": ["re:.*up"], "weights": {"num_bits": 8}}}}, "model.layers.0.up", "says 8"),
+        ({"config_groups": {"g": {"targets": ["re:.*down"], "weights": {}}}}, "model.layers.0.down", "quantises it"),
+        ({"lm_head": True}, "lm_head", "the config quantises it (lm_head: true)"),
+    ],
+    ids=lambda v: next(iter(v)) if isinstance(v, dict) else "",
+)
+def test_every_kind_of_rule_is_compared_with_the_tensors(rules: dict[str, Any], where: str, text: str) -> None:
+    tensors = checkpoint(model__layers__0__up=PACKED) | plain("model.layers.0.down", "lm_head")
+    config = {k: v for k, v in gptq_config(T).items() if k != "bits"}
+    found = census(tensors, {**config, "bits": 4, **rules})
+    assert [m.name for m in found.modules] == ["model.layers.0.up"]
+    told = [n for n in conflicts(found) if n.where == where]
+    assert any(text in n.text for n in told), found.notes
+
+
 def test_rules_give_a_module_its_own_group_size() -> None:
     t = truth(3, K=192, size=128, lowest=1)
     config = {**gptq_config(t, dynamic={r".*\.up$": {"group_size": 128}}), "group_size": 64}

@@ -28,6 +28,9 @@ GROUP_SIZES = (-1, 32, 64, 128)
 VOCABULARY = 64
 """vLLM pads a vocabulary to a multiple of this."""
 
+PACKINGS = ("auto_round:auto_gptq", "auto_round:auto_awq", "auto_round:llm_compressor")
+"""AutoRound's packing_formats of integers that it takes; without one it assumes the first."""
+
 FUSED = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"), ("w1", "w3"))
 """Weights that vLLM puts into one layer."""
 
@@ -51,6 +54,12 @@ def _layout(census: Census, config: QuantConfig) -> Iterator[str]:
     for format_name, names in _by_format(census.modules).items():
         if format_name not in read:
             yield f"{format_name} under the method {config.method}: vLLM does not read that layout ({_some(names)})"
+
+
+def _packing(census: Census, config: QuantConfig) -> Iterator[str]:
+    stated = config.raw.get("packing_format")
+    if config.method == "auto-round" and stated is not None and stated not in PACKINGS:
+        yield f"packing_format {stated}: vLLM's loader takes {', '.join(PACKINGS)}"
 
 
 def _asymmetric(census: Census, config: QuantConfig) -> Iterator[str]:
@@ -123,6 +132,7 @@ Rule = Callable[[Census, QuantConfig], Iterator[str]]
 _RULES: tuple[Rule, ...] = (
     _stated,
     _layout,
+    _packing,
     _asymmetric,
     _act_order,
     _group_sizes,
