@@ -12,6 +12,7 @@ os.environ.update(
     TOKENIZERS_PARALLELISM="false",
 )
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")  # two test processes would bind to the same cores
 os.environ.pop("W4PLUGIN_CLAIM", None)
 
 
