@@ -15,7 +15,7 @@ from w4plugin.kernels.tiles import Problem
 CHUNK = 128
 """Rows of the weight in the kernels' unit of work."""
 
-DENSE_FROM = 1536
+DENSE_FROM = 3072
 """Rows of x from which dequantising first, then multiplying densely, is faster than any fused tile."""
 
 
@@ -88,11 +88,13 @@ def _by_rows(p: Problem, narrow_layer: bool) -> Tile | None:
     large = _columns(p, 128) >= 96
     if p.m <= 128:
         return _wide(128, 128, 4, 8, 168, 1, True) if large else _wide(128, 64, 4, 4, 128, 1, True)
+    if p.m >= DENSE_FROM:
+        return None
+    if 2 * _columns(p, 128) < 96 and p.m <= 512:  # too few tiles of 128 columns to go round
+        return _wide(128, 64, 4, 4, 128, 1, True) if p.m <= 256 else _wide(256, 64, 3, 4, 168, 1, False, depth=4)
     if p.m <= 256 and not large:
-        return _wide(128, 64, 4, 4, 128, 1, True)
-    if p.m <= 512 and not large:
-        return _wide(256, 64, 3, 4, 168, 1, False, depth=4)
-    return _wide(256, 128, 3, 8, 168, 1, False, depth=4) if p.m < DENSE_FROM else None
+        return _wide(128, 128, 4, 8, 168, 1, True)
+    return _wide(256, 128, 3, 8, 168, 1, False, depth=4)
 
 
 def _columns(p: Problem, bn: int) -> int:
