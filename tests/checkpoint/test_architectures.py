@@ -296,6 +296,21 @@ def test_a_packed_router_of_eight_columns(tmp_path: Path) -> None:
     assert verify(source, tmp_path / "out")["ok"]
 
 
+@pytest.mark.parametrize("name", ["awq-gemv", "gptq_v2", "compressed-tensors"])
+def test_a_layer_with_one_scale(name: str, tmp_path: Path) -> None:
+    """One output and one group: a single number, whose strides torch does not care about."""
+    t = truth(4, K=128, N=1, size=128, lowest=1)
+    pack, config = {
+        "awq-gemv": (samples.pack_gemv, samples.awq_config(t, "gemv", group_size=128)),
+        "gptq_v2": (lambda t: samples.pack_gptq(t, offset=0), samples.gptq_config(t, "gptq_v2")),
+        "compressed-tensors": (samples.pack_ct, samples.ct_config(t)),
+    }[name]
+    source = models.folder(tmp_path / "in", models.layers({models.name(0): pack(t)}), config)
+    for to in ("gptq_v2", "compressed-tensors", "auto-round"):
+        repack(source, tmp_path / to, to=to)
+        assert verify(source, tmp_path / to)["ok"]
+
+
 def test_activation_scales_survive_and_are_pointed_out(tmp_path: Path) -> None:
     source, _, plain = make(tmp_path / "in", FAMILIES["activations with scales of their own"], "awq")
     report = repack(source, tmp_path / "out")

@@ -23,6 +23,7 @@ from torch import Tensor
 from w4plugin.checkpoint import hub, pickled, weight_files
 from w4plugin.checkpoint.header import Header, Span, read_header
 from w4plugin.checkpoint.source import Source
+from w4plugin.checkpoint.writer import raw
 from w4plugin.errors import CorruptError, StorageError, UnsupportedError
 from w4plugin.formats.census import Census, find_modules
 from w4plugin.formats.format import TensorHeader
@@ -165,7 +166,7 @@ class Checkpoint:
     def blocks(self, name: str, size: int = BLOCK) -> Iterator[memoryview]:
         """The bytes of one tensor, ``size`` at a time; a block is valid until the next one is asked for."""
         if self.pickled:
-            data = self._loaded[name].contiguous().reshape(-1).view(torch.uint8).numpy()
+            data = raw(self._loaded[name]).numpy()
             yield from (data[at : at + size].data for at in range(0, len(data), size))
             return
         span, file = self._spans[name], self.holder[name]

@@ -20,6 +20,7 @@ from w4plugin.checkpoint.checkpoint import BLOCK, Checkpoint
 from w4plugin.checkpoint.judge import Array
 from w4plugin.checkpoint.repack import read
 from w4plugin.checkpoint.staging import REPORT
+from w4plugin.checkpoint.writer import raw
 from w4plugin.errors import CorruptError, UnsupportedError
 from w4plugin.formats import other_widths, registry
 from w4plugin.formats.format import Decoded, Module
@@ -278,12 +279,8 @@ def _idle_bits(partner: Module, decoded: Decoded, tensors: Mapping[str, Tensor],
     if not ours:
         return
     for suffix, written in registry.write_module(partner.format, decoded.weight).items():
-        if suffix in tensors and not torch.equal(_raw(tensors[suffix]), _raw(written)):
+        if suffix in tensors and not torch.equal(raw(tensors[suffix]), raw(written)):
             found.differ(partner.tensors[suffix], "holds bits that are not what its weight is written as")
-
-
-def _raw(tensor: Tensor) -> Tensor:
-    return tensor.contiguous().reshape(-1).view(torch.uint8)
 
 
 def _hashed(tensors: Mapping[str, Tensor], module: Module, hashes: Mapping[str, str], found: Findings) -> None:
@@ -292,5 +289,5 @@ def _hashed(tensors: Mapping[str, Tensor], module: Module, hashes: Mapping[str, 
 
 
 def _hash_of(name: str, tensor: Tensor, hashes: Mapping[str, str], found: Findings) -> None:
-    if hashes and hashes.get(name) != hashlib.sha256(_raw(tensor).numpy().data).hexdigest():
+    if hashes and hashes.get(name) != hashlib.sha256(raw(tensor).numpy().data).hexdigest():
         found.differ(name, f"its bytes are not those that {REPORT} recorded")

@@ -78,6 +78,12 @@ class ShardWriter:
             self._descriptor = -1
 
 
+def raw(tensor: Tensor) -> Tensor:
+    """uint8 ``[bytes]``: a tensor as it stands in a file, without a copy where it is contiguous."""
+    # a single element may be contiguous with any stride, which view() does not take
+    return tensor.contiguous().as_strided((tensor.numel(),), (1,)).view(torch.uint8)
+
+
 def tensor_bytes(tensor: Tensor) -> memoryview:
     """The bytes of a CPU tensor as they stand in a file, without a copy where it is contiguous."""
-    return tensor.contiguous().reshape(-1).view(torch.uint8).numpy().data
+    return raw(tensor).numpy().data
