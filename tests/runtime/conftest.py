@@ -2,4 +2,4 @@
 
 from importlib.util import find_spec
 
-collect_ignore = [] if find_spec("vllm") else ["vllm"]
+collect_ignore = [host for host in ("vllm", "transformers") if not find_spec(host)]

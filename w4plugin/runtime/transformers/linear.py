@@ -164,7 +164,10 @@ class W4Linear(torch.nn.Module):
         return f"{shape}, group_size={self.group_size}, backend={self.backend}"
 
     def __getattr__(self, name: str) -> Any:
-        if name == "weight":  # an AttributeError, so that hasattr() stays a question
+        if name == "weight":
+            if self.__dict__.get("awaited"):  # some models initialise their children's weights, those not yet loaded
+                return _initialized()
+            # an AttributeError, so that hasattr() stays a question
             raise AttributeError("W4Linear has no weight: it stays packed. plain_linear() makes an ordinary Linear")
         return super().__getattr__(name)
 
@@ -225,6 +228,13 @@ class W4Linear(torch.nn.Module):
 
     def _nominal_group_size(self) -> int:
         return self.group_size if self.groups is None else self.groups.group_size
+
+
+def _initialized() -> Tensor:
+    """Nothing, marked so that the host's initialisers leave it alone."""
+    nothing = torch.empty(0)
+    nothing._is_hf_initialized = True  # type: ignore[attr-defined]
+    return nothing
 
 
 def linear_of(weight: Tensor, bias: Tensor | None, dtype: torch.dtype) -> torch.nn.Linear:
