@@ -129,10 +129,10 @@ import torch, numpy
 from pathlib import Path
 from huggingface_hub import ModelCard, split_state_dict_into_shards_factory
 from w4plugin.checkpoint.output import Request
-from w4plugin.checkpoint import stream
+from w4plugin.checkpoint import bounded
 from w4plugin.checkpoint.repack import repack
 from w4plugin.checkpoint.dequantize import dequantize
-stream.BUDGET = 32 << 20
+bounded.BUDGET = 32 << 20
 repack(sys.argv[1], Request(Path(sys.argv[3] + ".warm")))
 dequantize(sys.argv[1], Request(Path(sys.argv[3] + ".warm2")))
 before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss

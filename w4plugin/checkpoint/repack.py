@@ -193,8 +193,7 @@ def plain_job(checkpoint: Checkpoint, module: Module, dtype: torch.dtype | None,
 
     def make() -> Product:
         decoded = read(checkpoint, module, device)
-        weight = plain_weight(decoded.weight, dtype or decoded.weight.scales.dtype)
-        require_finite(f"{module.name}.weight", weight)
+        weight = plain_weight(f"{module.name}.weight", decoded.weight, dtype or decoded.weight.scales.dtype)
         bias = {} if decoded.bias is None else {module.tensors["bias"]: decoded.bias.to(dtype or decoded.bias.dtype)}
         facts = {**facts_of(module, decoded), "bias": "none" if decoded.bias is None else "kept", "dropped": []}
         return Product({f"{module.name}.weight": weight, **bias}, facts)
@@ -211,14 +210,20 @@ def plain_job(checkpoint: Checkpoint, module: Module, dtype: torch.dtype | None,
     return Job(module.name, predicted, make, SPREAD * size + plain + 20 * ELEMENTS, size)
 
 
-def plain_weight(weight: W4Tensor, dtype: torch.dtype) -> Tensor:
-    """``[*E, N, K]`` as a Linear has it, a few columns at a time: the exact product takes eight times the result."""
+def plain_weight(name: str, weight: W4Tensor, dtype: torch.dtype) -> Tensor:
+    """``[*E, N, K]`` as a Linear has it, a few columns at a time: the exact product takes eight times the result.
+
+    Raises:
+        UnsupportedError: ``dtype`` cannot hold a value; ``name`` is for the message.
+    """
     lead = () if weight.experts is None else (weight.experts,)
     out = torch.empty((*lead, weight.N, weight.K), dtype=dtype, device=weight.device)
     step = max(1, ELEMENTS // (weight.K * (weight.experts or 1)))
     for start in range(0, weight.N, step):
         stop = min(start + step, weight.N)
-        out[..., start:stop, :] = weight.shard_n(start, stop).dequantize(dtype).mT
+        piece = weight.shard_n(start, stop).dequantize(dtype)
+        require_finite(name, piece)
+        out[..., start:stop, :] = piece.mT
     return out
 
 

@@ -11,18 +11,17 @@ written, the rest of the pass only learns, and a second pass writes with the tru
 from __future__ import annotations
 
 import json
-import os
 import re
 import threading
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, NamedTuple
 
-import torch
 from torch import Tensor
 
-from w4plugin.checkpoint import disk
+from w4plugin.checkpoint import bounded, disk
 from w4plugin.checkpoint.checkpoint import Checkpoint
 from w4plugin.checkpoint.header import nbytes
 from w4plugin.checkpoint.pickled import SAFETENSORS_DTYPE
@@ -31,9 +30,6 @@ from w4plugin.checkpoint.writer import ShardWriter, tensor_bytes
 from w4plugin.errors import UsageError
 
 INDEX = "model.safetensors.index.json"
-
-BUDGET = 640 << 20
-"""Bytes that the jobs in flight may cost together; a larger job runs alone."""
 
 FLUSH = 256 << 20
 """Bytes of a shard after which its flush to the disk begins, so that disk and cores work at the same time."""
@@ -107,24 +103,14 @@ def run(
         W4Error: of the first job (in order) that failed; the staging folder then holds no whole checkpoint.
     """
     jobs = sorted(jobs, key=lambda job: (natural(job.name), job.name))
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)  # the jobs are the parallelism
-    try:
-        while True:
-            layouts = {job.name: staging.corrections.get(job.name, job.predicted) for job in jobs}
-            shards = _shards(jobs, layouts, max_shard_size)
-            once = _Pass(checkpoint, staging, layouts, progress)
-            once.run(shards, workers or default_workers())
-            if not once.wrong:
-                return _finish(staging, shards, layouts, once)
-            staging.restart({**staging.corrections, **once.wrong})
-    finally:
-        torch.set_num_threads(threads)
-
-
-def default_workers() -> int:
-    """Cores this process may use, at most four: beyond that the disk is the limit."""
-    return min(len(os.sched_getaffinity(0)), 4)
+    while True:
+        layouts = {job.name: staging.corrections.get(job.name, job.predicted) for job in jobs}
+        shards = _shards(jobs, layouts, max_shard_size)
+        once = _Pass(checkpoint, staging, layouts, progress)
+        once.run(shards, workers)
+        if not once.wrong:
+            return _finish(staging, shards, layouts, once)
+        staging.restart({**staging.corrections, **once.wrong})
 
 
 def natural(name: str) -> list[tuple[int, str]]:
@@ -176,7 +162,7 @@ class _Pass:
         self.wrong: dict[str, dict[str, Any]] = {}
         self.done: dict[str, Mapping[str, Any]] = {}
 
-    def run(self, shards: Mapping[str, Sequence[Job]], workers: int) -> None:
+    def run(self, shards: Mapping[str, Sequence[Job]], workers: int | None) -> None:
         """Every job of every shard that is not finished yet, in order, as the budget allows."""
         todo: list[tuple[str, Job]] = []
         for file, jobs in shards.items():
@@ -186,35 +172,20 @@ class _Pass:
             else:
                 self.done[file] = facts
                 self._progress(sum(job.reads for job in jobs))
-        running: dict[Future[None], tuple[int, int]] = {}
-        failed: dict[int, BaseException] = {}
         # flushing a shard waits for the disk and needs no core: it must not hold up a worker
-        with (
-            ThreadPoolExecutor(workers, thread_name_prefix="w4plugin") as pool,
-            ThreadPoolExecutor(1, thread_name_prefix="w4plugin-flush") as flusher,
-        ):
-            self._flusher = flusher
+        with ThreadPoolExecutor(1, thread_name_prefix="w4plugin-flush") as self._flusher:
             try:
-                for number, (file, job) in enumerate(todo):
-                    while running and (
-                        len(running) >= workers or sum(cost for _, cost in running.values()) + job.cost > BUDGET
-                    ):
-                        _collect(running, failed)
-                    if failed:
-                        break
-                    shard = self._shard(file, shards[file])
-                    running[pool.submit(self._do, file, shard, job)] = (number, job.cost)
-                while running:
-                    _collect(running, failed)
+                bounded.run((self._task(file, shards[file], job) for file, job in todo), workers)
             finally:
-                pool.shutdown(wait=True, cancel_futures=True)
-                flusher.shutdown(wait=True)
+                self._flusher.shutdown(wait=True)
                 for shard in self._open.values():
                     shard.writer.abandon()
-        if failed:
-            raise failed[min(failed)]
         for flush in self._flushes:
             flush.result()
+
+    def _task(self, file: str, jobs: Sequence[Job], job: Job) -> bounded.Task:
+        shard = self._shard(file, jobs)
+        return job.cost, partial(self._do, file, shard, job)
 
     def _shard(self, file: str, jobs: Sequence[Job]) -> _Shard:
         if file not in self._open:
@@ -255,14 +226,6 @@ class _Pass:
         facts = {"hashes": shard.writer.hashes, "facts": shard.facts}
         self._staging.finish(file, facts)
         self.done[file] = facts
-
-
-def _collect(running: dict[Future[None], tuple[int, int]], failed: dict[int, BaseException]) -> None:
-    """Wait for one job to end, and keep its error."""
-    for future in wait(running, return_when=FIRST_COMPLETED).done:
-        number, _ = running.pop(future)
-        if fault := future.exception():
-            failed[number] = fault
 
 
 def _shape(tensor: Tensor) -> Shape:

@@ -8,15 +8,15 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterable, Mapping
-from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from math import prod
 from pathlib import Path
 from typing import Any
 
-from w4plugin.checkpoint import output, vllm_verdict
+from w4plugin.checkpoint import bounded, output, vllm_verdict
 from w4plugin.checkpoint.checkpoint import Checkpoint
-from w4plugin.checkpoint.repack import module_bytes, read
-from w4plugin.checkpoint.stream import default_workers, natural
+from w4plugin.checkpoint.repack import SPREAD, module_bytes, read
+from w4plugin.checkpoint.stream import natural
 from w4plugin.formats.format import Module
 from w4plugin.note import Note
 
@@ -47,7 +47,7 @@ def inspect(
     rows = [_module(checkpoint, m) for m in (*census.modules, *census.other_width)]
     notes: list[Note] = [*checkpoint.notes, *census.notes]
     if values:
-        notes += _look_inside(checkpoint, rows, workers or default_workers(), begin, progress)
+        notes += _look_inside(checkpoint, rows, workers, begin, progress)
     against = vllm_verdict.reasons(census, config)
     sizes = {name: checkpoint.nbytes(name) for name in checkpoint.headers}
     packed = {name for m in (*census.modules, *census.other_width) for name in m.tensors.values()}
@@ -124,7 +124,7 @@ def _plain(checkpoint: Checkpoint, name: str) -> dict[str, Any]:
 def _look_inside(
     checkpoint: Checkpoint,
     rows: list[dict[str, Any]],
-    workers: int,
+    workers: int | None,
     begin: Callable[[int], None],
     progress: Callable[[int], None],
 ) -> list[Note]:
@@ -132,8 +132,9 @@ def _look_inside(
     modules = checkpoint.census.modules
     begin(sum(row["bytes"] for row in rows[: len(modules)]))
 
-    def look(pair: tuple[Module, dict[str, Any]]) -> tuple[Note, ...]:
-        module, row = pair
+    found: dict[str, tuple[Note, ...]] = {}
+
+    def look(module: Module, row: dict[str, Any]) -> None:
         decoded = read(checkpoint, module)
         weight = decoded.weight
         row.update(
@@ -144,11 +145,12 @@ def _look_inside(
             desc_act=weight.g_idx is not None,
             zero_rule=decoded.zero_rule,
         )
+        found[module.name] = decoded.notes
         progress(row["bytes"])
-        return decoded.notes
 
-    with ThreadPoolExecutor(workers) as pool:
-        return [note for notes in pool.map(look, zip(modules, rows, strict=False)) for note in notes]
+    pairs = zip(modules, rows, strict=False)
+    bounded.run(((SPREAD * row["bytes"], partial(look, module, row)) for module, row in pairs), workers)
+    return [note for module in modules for note in found[module.name]]
 
 
 def kinds(rows: Iterable[Mapping[str, Any]], keys: tuple[str, ...]) -> list[tuple[str, int, Mapping[str, Any]]]:

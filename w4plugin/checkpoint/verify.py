@@ -10,18 +10,14 @@ must hold.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-import torch
-
-from w4plugin.checkpoint import comparison, output
+from w4plugin.checkpoint import bounded, comparison, output
 from w4plugin.checkpoint.checkpoint import Checkpoint
 from w4plugin.checkpoint.comparison import Findings
 from w4plugin.checkpoint.staging import REPORT
-from w4plugin.checkpoint.stream import default_workers
 from w4plugin.checkpoint.weight_files import read_json
 from w4plugin.errors import CorruptError
 from w4plugin.formats.format import Module
@@ -32,6 +28,10 @@ PACKED_SUFFIXES = frozenset(
 )  # fmt: skip
 """Last parts of names that only packed modules have; one that belongs to no module would be lost on loading.
 ``scales`` is missing on purpose: AWQ's scaled activations carry one of their own."""
+
+
+SPREAD = 3
+"""Memory that a comparison costs, as a multiple of the bytes of both sides: as read, and as decoded."""
 
 
 def verify(
@@ -62,18 +62,14 @@ def verify(
     tasks = list(_alone(one, found) if two is None else _compare(one, two, found))
     begin(sum(size for size, _ in tasks))
 
-    def work(task: tuple[int, Callable[[], None]]) -> None:
-        task[1]()
-        progress(task[0])
+    def told(size: int, task: Callable[[], None]) -> bounded.Task:
+        def work() -> None:
+            task()
+            progress(size)
 
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
-        with ThreadPoolExecutor(workers or default_workers()) as pool:
-            for _ in pool.map(work, tasks):
-                pass
-    finally:
-        torch.set_num_threads(threads)
+        return SPREAD * size, work
+
+    bounded.run((told(size, task) for size, task in tasks), workers)
     notes = [*one.notes, *one.census.notes, *(() if two is None else (*two.notes, *two.census.notes))]
     return {
         "command": "verify",

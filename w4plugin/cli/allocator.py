@@ -1,7 +1,7 @@
 """glibc's allocator, set for a process that converts one layer after another.
 
-By default every block above 32 MB is a mapping of its own, given back to the system when it is freed: the next layer
-then pays for its pages again, a quarter of a second a gigabyte. Kept, the pages of one layer serve the next.
+By default large blocks are mappings of their own, given back to the system when they are freed: the next layer then
+pays for its pages again, a quarter of a second a gigabyte. Kept, the pages of one layer serve the next.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 import ctypes
 
 M_TRIM_THRESHOLD, M_MMAP_THRESHOLD, M_ARENA_MAX = -1, -3, -8
-KEEP = 1 << 30
+KEEP = 256 << 20
 
 
 def keep_freed_pages() -> None:
