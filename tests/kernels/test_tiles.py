@@ -192,3 +192,20 @@ def test_a_table_wins_over_the_rule(monkeypatch: pytest.MonkeyPatch) -> None:
     assert near is not None
     assert (near.bm, near.bn, near.warps) == (16, 128, 8)
     assert tiles.choose(replace(p, m=64)) is not None, "a bucket that nobody measured takes the rule"
+
+
+@pytest.mark.parametrize("m", [17, 33, 64, 128, 256, 512, 1024])
+@pytest.mark.parametrize("group", [0, 16, 32, 128])
+def test_no_chain_of_wgmma_on_hopper(group: int, m: int) -> None:
+    """Products in flight read registers that the next step overwrites; seen on an H200 as wrong results.
+
+    Every wide tile awaits its products (test_cross_compile reads that off the compiler's output).
+    """
+    for by_row in (False, True):
+        p = Problem(m, 4096, 4096, 0 if by_row else group, True, "sm_90", 132, by_row)
+        for tile in (tiles.choose(p), tiles.fit(Tile(128, 128, 1, 1, 8, 4, False), p)):
+            if tile is not None:
+                assert portable.constants(p, tile, asym=True, bias=False)["AWAIT"] or tile.k_warps > 1
+                assert tile.bn >= 16 * tile.warps or tile.k_warps > 1, "idle warps"
+    old = replace(p, arch="sm_80")
+    assert not portable.constants(old, Tile(128, 128, 1, 1, 8, 4, False), asym=True, bias=False)["AWAIT"]

@@ -226,6 +226,7 @@ def constants(p: Problem, tile: Tile, *, asym: bool, bias: bool) -> dict[str, An
         "ASYM": asym,
         "ON_SUM": tile.on_sum,
         "BY_ROW": p.by_row,
+        "AWAIT": tiles.asynchronous(p.arch) and tile.k_warps == 1,
         "BIAS": bias,
         "WHOLE_K": p.k % (ROWS * tile.unroll * tile.k_warps) == 0,
         "WHOLE_N": p.n % tile.bn == 0,
@@ -254,7 +255,7 @@ def slot_width(p: Problem, tile: Tile, asym: bool, version: tuple[int, ...]) -> 
     that). wgmma and tcgen05 take 2. For mma.sync Triton derives the number from the narrowest load that it sees the
     operand made of, within the loop or before it: 2 from version 3.8 on, 4 until 3.7, 8 where that is the uint8 zeros.
     """
-    wide = p.arch[:5] in ("sm_90", "sm_10") and tile.warps % 4 == 0 and tile.bn >= 64 and tile.k_warps == 1
+    wide = tiles.asynchronous(p.arch) and tile.warps % 4 == 0 and tile.bn >= 64 and tile.k_warps == 1
     if wide and (tile.bm >= 16 or version >= (3, 8)):
         return 2
     if asym and (p.group == 0 or not tile.ahead):

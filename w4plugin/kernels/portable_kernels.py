@@ -91,7 +91,7 @@ def _load_groups(
             if SPAN == 16:
                 z1 = z1 + (b,)
         if ON_SUM:
-            if K_WARPS == 1 or GROUP == 0:
+            if K_WARPS == 1 or GROUP == 0:  # one scale for all parts of K
                 g = 0
                 if GROUP:
                     g = tl.minimum(block * 64 // GROUP, G - 1)
@@ -151,6 +151,7 @@ def _load_x(
 @triton.jit
 def _multiply(
     acc,
+    one,
     words,
     groups,
     x_ptr,
@@ -173,14 +174,20 @@ def _multiply(
     ASYM: tl.constexpr,
     ON_SUM: tl.constexpr,
     BY_ROW: tl.constexpr,
+    AWAIT: tl.constexpr,
     WHOLE_K: tl.constexpr,
     UNPACK: tl.constexpr,
     KW: tl.constexpr,
 ):
-    """acc ``[BN, BM]`` (``[K_WARPS, BN, BM]``) plus one step."""
+    """acc ``[BN, BM]`` (``[K_WARPS, BN, BM]``) plus one step.
+
+    A sum that is used at once is awaited at once. A product carried round the loop instead stays in flight on Hopper,
+    and Triton (3.6) lets the next step overwrite the registers that it still reads its weights from: wrong results,
+    seen on an H200. So with AWAIT scaled weights go through a sum of their own too; ``one`` (1.0, which the compiler
+    cannot know) keeps it from folding that back.
+    """
     DTYPE: tl.constexpr = x_ptr.dtype.element_ty
     SEGMENT: tl.constexpr = SPAN // 64 if SPAN > 64 else 1
-    PARTIAL: tl.constexpr = ON_SUM and GROUP != 0
     R: tl.constexpr = J * K_WARPS
     z0s, z1s, s0s, s1s = groups
     part = tl.zeros_like(acc)
@@ -208,11 +215,13 @@ def _multiply(
         if K_WARPS > 1:  # rows of the word tile are (j, part of K)
             w = tl.permute(tl.reshape(w, [J, K_WARPS, 16, 64]), (1, 0, 2, 3))
             w = tl.reshape(w, [K_WARPS, J * 16, 64])
-        if PARTIAL:
+        if ON_SUM:
             part = tl.dot(w, x, part)
             if (u + 1) % SEGMENT == 0 or u + 1 == UNROLL:
                 acc += part * tl.expand_dims(s0s[u // SEGMENT].to(tl.float32), -1)
                 part = tl.zeros_like(acc)
+        elif AWAIT:
+            acc += tl.dot(w, x, part) * one
         else:
             acc = tl.dot(w, x, acc)
     return acc
@@ -249,6 +258,7 @@ def matmul_kernel(
     ASYM: tl.constexpr,
     ON_SUM: tl.constexpr,
     BY_ROW: tl.constexpr,
+    AWAIT: tl.constexpr,
     BIAS: tl.constexpr,
     WHOLE_K: tl.constexpr,
     WHOLE_N: tl.constexpr,
@@ -264,6 +274,7 @@ def matmul_kernel(
         partial_ptr: float32 ``[tiles, SPLIT, BN, BM]``, never read before written.
         count_ptr: int32 ``[tiles]``, zero before and after.
         stride8: x's row stride in units of 8 elements (rows start at multiples of 16 bytes).
+        AWAIT: as :func:`_multiply` says.
         PDL: the kernel may start before the one ahead of it in the stream has ended; only the weight is read till then.
     """
     J: tl.constexpr = BN // 16
@@ -290,6 +301,7 @@ def matmul_kernel(
         acc = tl.zeros((BN, BM), tl.float32)
     else:
         acc = tl.zeros((K_WARPS, BN, BM), tl.float32)
+    one = tl.where(K > 0, 1.0, 0.0)
     groups = ((), (), (), ())
     if not BY_ROW and (PREFETCH or STATIC):
         groups = _load_groups(
@@ -314,8 +326,8 @@ def matmul_kernel(
                     R, UNROLL, K_WARPS, GROUP, SPAN, ASYM, ON_SUM, MASKED,
                 )  # fmt: skip
             acc = _multiply(
-                acc, words, groups, x_ptr, rows_ptr, scales_ptr, zeros_ptr, step, m, n, M, N, K, stride,
-                BM, J, UNROLL, K_WARPS, GROUP, SPAN, ASYM, ON_SUM, BY_ROW, WHOLE_K, UNPACK, KW,
+                acc, one, words, groups, x_ptr, rows_ptr, scales_ptr, zeros_ptr, step, m, n, M, N, K, stride,
+                BM, J, UNROLL, K_WARPS, GROUP, SPAN, ASYM, ON_SUM, BY_ROW, AWAIT, WHOLE_K, UNPACK, KW,
             )  # fmt: skip
             words = next_words
             if not STATIC:
@@ -333,14 +345,12 @@ def matmul_kernel(
                     R, UNROLL, K_WARPS, GROUP, SPAN, ASYM, ON_SUM, MASKED,
                 )  # fmt: skip
             acc = _multiply(
-                acc, words, now, x_ptr, rows_ptr, scales_ptr, zeros_ptr, step, m, n, M, N, K, stride,
-                BM, J, UNROLL, K_WARPS, GROUP, SPAN, ASYM, ON_SUM, BY_ROW, WHOLE_K, UNPACK, KW,
+                acc, one, words, now, x_ptr, rows_ptr, scales_ptr, zeros_ptr, step, m, n, M, N, K, stride,
+                BM, J, UNROLL, K_WARPS, GROUP, SPAN, ASYM, ON_SUM, BY_ROW, AWAIT, WHOLE_K, UNPACK, KW,
             )  # fmt: skip
 
     if K_WARPS > 1:
         acc = tl.sum(acc, axis=0)
-    if ON_SUM and GROUP == 0:
-        acc = acc * groups[2][0].to(tl.float32)[:, None]
     if SPLIT == 1:
         _finish(acc, bias_ptr, out_ptr, m, n, M, N, ON_SUM, BIAS, UNPACK)
     else:

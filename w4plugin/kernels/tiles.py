@@ -102,7 +102,8 @@ def fit(tile: Tile, p: Problem) -> Tile:
         tile = replace(tile, bn=16 * tile.warps, k_warps=1)
     on_sum = (tile.on_sum or not p.narrow) and not p.by_row
     if span(p.group, tile.unroll) < 64:
-        on_sum = False
+        on_sum = False  # a block holds several groups; their scales take the registers of a second block
+        tile = replace(tile, unroll=1)
     split = min(tile.split, steps(tile, p))
     if grid(tile, p) > COUNTERS:
         split = 1
@@ -113,6 +114,11 @@ def fit(tile: Tile, p: Problem) -> Tile:
 def grid(tile: Tile, p: Problem) -> int:
     """Tiles of the output."""
     return -(-p.m // tile.bm) * -(-p.n // tile.bn)
+
+
+def asynchronous(arch: str) -> bool:
+    """Whether large tiles run on tensor cores that a program starts and later waits for (wgmma, tcgen05)."""
+    return arch[:5] in ("sm_90", "sm_10")
 
 
 def steps(tile: Tile, p: Problem) -> int:
@@ -130,14 +136,16 @@ def _rule(p: Problem) -> Tile | None:
     cuda = p.arch.startswith("sm_")
     if p.m > 1024:
         return None
-    if p.m <= 16:
-        tile = Tile(8 if cuda and p.m <= 8 else 16, 32, 2, 1, 8, 3, True, k_warps=8, pdl=True)
+    if p.m <= 16 and cuda:
+        tile = Tile(8 if p.m <= 8 else 16, 32, 2, 1, 8, 3, True, k_warps=8, pdl=True)
+    elif p.m <= 16:  # 64 KiB of shared memory hold no activations of eight parts of K
+        tile = Tile(16, 64, 2, 1, 4, 3, True)
     elif p.m <= 32:
         tile = Tile(32, 64, 2, 1, 4, 3, True, pdl=True)
-    elif p.m <= 64:
-        tile = Tile(64, 128, 1, 1, 4, 4, False, pdl=True)
+    elif asynchronous(p.arch):
+        tile = Tile(64, 64, 2, 1, 4, 3, True, pdl=True) if p.m <= 64 else Tile(128, 128, 2, 1, 8, 3, True, pdl=True)
     else:
-        tile = Tile(128, 128, 1, 1, 8, 4, False, pdl=True)
+        tile = Tile(64, 128, 1, 1, 4, 4, False) if p.m <= 64 else Tile(128, 128, 1, 1, 8, 4, False)
     return _resplit(tile, p)
 
 
