@@ -1,0 +1,85 @@
+"""The Hopper kernels for :mod:`cross_compile`: every tile that can be chosen, compiled for sm_90 without a GPU."""
+
+from __future__ import annotations
+
+import itertools
+import subprocess
+import tempfile
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.experimental.gluon._runtime import GluonASTSource
+
+from w4plugin.kernels import hopper, hopper_tiles
+from w4plugin.kernels.hopper_tiles import Tile
+from w4plugin.kernels.tiles import BUCKETS, Problem
+
+SHAPES = ((4096, 4096), (4096, 28672), (14336, 4096), (8192, 57344), (28672, 8192))
+NAMES = {torch.float16: "fp16", torch.bfloat16: "bf16", torch.float32: "fp32"}
+
+
+@dataclass(frozen=True)
+class Variant:
+    """One compilation of a Hopper kernel."""
+
+    tile: Tile
+    group: int = 128
+    dtype: torch.dtype = torch.float16
+    scales: torch.dtype = torch.float16
+    asym: bool = False
+
+
+def variants() -> Iterator[Variant]:
+    """Each tile in float16 symmetric and bfloat16 asymmetric; one of each kernel with every kind of group and scale."""
+    problems = (Problem(m, n, k, 128, True, "sm_90", 132) for (k, n), m in itertools.product(SHAPES, BUCKETS))
+    tiles = list(dict.fromkeys(tile for tile in map(hopper_tiles.choose, problems) if tile is not None))
+    for tile in tiles:
+        yield Variant(tile)
+        yield Variant(tile, dtype=torch.bfloat16, scales=torch.bfloat16, asym=True)
+    for kind in ("narrow", "wide"):
+        tile = next(t for t in tiles if t.kind == kind)
+        for group in (32, 64, 256, 0):
+            depth = 4 if group == 32 and kind == "wide" else tile.depth
+            yield Variant(replace(tile, depth=depth), group, asym=True)
+        yield Variant(tile, dtype=torch.bfloat16, scales=torch.float32)
+
+
+def compile_variant(v: Variant) -> Any:
+    """The compiled kernel, from the very plan that a call would make."""
+    p = Problem(v.tile.bm, 4096, 4096, v.group, v.dtype == v.scales, "sm_90", 132)
+    plan = hopper.make_plan(v.tile, p, v.scales, v.asym, True)
+    names = plan.kernel.arg_names
+    kinds = (NAMES[v.dtype], "i32", NAMES[v.scales], "u8" if v.asym else NAMES[v.scales])
+    arguments = [
+        f"tensordesc<{kind}[{','.join(map(str, box))}],{layout!r}>"
+        for kind, (box, layout) in zip(kinds, plan.layouts, strict=True)
+    ]
+    arguments += [f"*{NAMES[v.dtype]}", f"*{NAMES[v.dtype]}", "*fp32", "*i32", *(["i32"] * len(plan.sizes))]
+    signature = dict(zip(names, arguments + ["constexpr"] * len(plan.constants), strict=True))
+    constants = {(len(arguments) + i,): value for i, value in enumerate(plan.constants)}
+    attributes = {
+        (i,): [["tt.divisibility", 16]]
+        for i, name in enumerate(names)
+        if signature[name].startswith("*") or (name == "N" and v.tile.kind == "wide")
+    }
+    source = GluonASTSource(plan.kernel, signature, constants, attributes)
+    options = {key: plan.options[key] for key in ("num_warps", "maxnreg")}
+    return triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options)
+
+
+def serialized(compiled: Any) -> int:
+    """How often ptxas says that it makes wgmma wait for itself (C7510 and what follows), which costs half the speed."""
+    import triton.backends.nvidia as nvidia
+
+    with tempfile.TemporaryDirectory() as folder:
+        ptx = Path(folder) / "kernel.ptx"
+        ptx.write_text(compiled.asm["ptx"])
+        tool = Path(nvidia.__file__).parent / "bin" / "ptxas"
+        command = [str(tool), "-v", "-arch=sm_90a", str(ptx), "-o", str(ptx.with_suffix(".cubin"))]
+        said = subprocess.run(command, capture_output=True, text=True, check=True).stderr
+    return said.count("(C751")
