@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -20,6 +21,7 @@ from w4plugin.checkpoint.repack import repack
 from w4plugin.checkpoint.staging import REPORT, Staging
 from w4plugin.checkpoint.verify import verify
 from w4plugin.errors import CorruptError, UnsupportedError, UsageError
+from w4plugin.formats import registry
 
 PURE = [p for p in models.REAL if p.name not in models.MIXED]
 
@@ -206,6 +208,20 @@ def test_a_wrong_prediction_costs_a_pass_and_no_byte(tmp_path: Path, monkeypatch
     name = "model.safetensors"
     assert (tmp_path / "a" / name).read_bytes() == (tmp_path / "b" / name).read_bytes()
     assert f"{models.name(0)}.weight_g_idx" in load_file(tmp_path / "b" / name)
+
+
+def test_a_format_of_another_package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing here knows its shapes: they are learnt in a first pass."""
+    mine = replace(registry.get("gptq_v2"), name="mine")
+    known = {**registry.formats(), "mine": mine}
+    monkeypatch.setattr(registry, "formats", lambda: known)
+    source = models.awq(tmp_path / "in", count=4)
+    repack(source, Request(tmp_path / "mine", max_shard_size="4KB"), to="mine")
+    repack(source, Request(tmp_path / "usual", max_shard_size="4KB"), to="gptq_v2")
+    found, want = models.contents(tmp_path / "mine"), models.contents(tmp_path / "usual")
+    differing = {name for name in want if found.get(name) != want[name]}
+    assert found.keys() == want.keys()
+    assert differing == {"README.md", REPORT}  # which name the format
 
 
 @pytest.mark.parametrize("source", [p for p in models.REAL if p.name in models.MIXED], ids=lambda p: p.name)
