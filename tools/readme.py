@@ -7,9 +7,10 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import re
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -82,7 +83,110 @@ def gigabytes(count: int) -> str:
     return f"{count / 1e9:.1f} GB"
 
 
-SECTIONS: dict[str, Callable[[], str]] = {"formats": formats, "repack": repack}
+OURS = "w4plugin-hopper"
+DENSE = "cublas"
+BANDS = ((1, 32), (64, 512), (1024, 4096))
+"""Rows of x for which a mean is given, first to last."""
+
+
+def speed() -> str:
+    """Kernels of one run of tools/bench: the table, the means, the picture."""
+    found = results("kernels-NVIDIA-H200-fp16-sym-peers")
+    if found is None:
+        return ""
+    times = {(r["K"], r["N"], r["M"], r["kernel"]): r["us"] for r in found["rows"]}
+    points = sorted({key[:3] for key in times if key[3] == OURS})
+    rows, ratios = [], {}
+    for k, n, m in points:
+        ours, dense = times[k, n, m, OURS], times[k, n, m, DENSE]
+        peers = {key[3]: us for key, us in times.items() if key[:3] == (k, n, m) and key[3] not in (OURS, DENSE)}
+        best = min(peers, key=lambda name: peers[name])
+        ratios[k, n, m] = (peers[best] / ours, dense / ours)
+        if m in (1, 8, 16, 32, 64, 128, 256, 1024, 4096):
+            rows.append((f"{k} x {n}", str(m), f"{ours:.1f}", f"{peers[best]:.1f} {best}", f"{dense:.1f}"))
+    means = [
+        (
+            f"{first} to {last}",
+            f"{geometric(r[0] for (_, _, m), r in ratios.items() if first <= m <= last):.2f}",
+            f"{geometric(r[1] for (_, _, m), r in ratios.items() if first <= m <= last):.2f}",
+        )
+        for first, last in BANDS
+    ]
+    rates = f"{found['bandwidth_bytes_per_s'] / 1e12:.2f} TB/s and {found['matrix_ops_per_s'] / 1e12:.0f} Tflop/s"
+    critical = found["critical_m"]
+    return f"""\
+{found["device"]}, float16, symmetric, groups of 128, {found["date"]}, torch {found["torch"]}, triton {found["triton"]}:
+[one run](benchmarks/kernels-NVIDIA-H200-fp16-sym-peers.json). Times of ours against the best of Marlin, Machete,
+Humming, ExLlamaV2, tinygemm and vLLM's Triton kernel, and against cuBLAS in float16, as geometric means of ratios (above
+1: ours is faster):
+
+{table(("rows M", "best W4 peer / ours", "cuBLAS / ours"), means)}
+![speed-up over cuBLAS against M, over the roofline](benchmarks/kernels-NVIDIA-H200-fp16-sym.png)
+
+<details><summary>microseconds a call</summary>
+
+{table(("K x N", "M", "w4plugin", "best W4 peer", "cuBLAS fp16"), rows)}
+</details>
+
+Roofline: {rates} measured put the ridge at {found["ridge_ops_per_byte"]:.0f} operations a byte: 16-bit weights are
+memory-bound below M = {critical["16 bit"]:.0f}, 4-bit ones below {critical["4 bit"]:.0f} (an A100: 156 and 39).
+{traffic()}Peers were compiled for Hopper ahead of time where their wheels hold only PTX; Humming did not run every
+shape. Tiles for 129 to 3071 rows were changed after that run, where its figures showed better ones.
+"""
+
+
+def traffic() -> str:
+    """A sentence on the bytes that the profiler counted."""
+    name = "traffic-NVIDIA-H200-4096x28672-m1"
+    found = results(name)
+    if found is None:
+        return ""
+    share = found["fused_read_over_expected"]
+    return (
+        f"At M = 1 on {found['K']} x {found['N']} the fused kernel reads {share:.4f} times the bytes of packed weights,\n"
+        f"scales and activations; dequantising first moves {found['two_phase_moved_over_fused']:.1f} times as many\n"
+        f"([by the profiler](benchmarks/{name}.json)).\n"
+    )
+
+
+def geometric(values: Iterable[float]) -> float:
+    """Geometric mean."""
+    logs = [math.log(v) for v in values]
+    return math.exp(sum(logs) / len(logs))
+
+
+def vllm() -> str:
+    """vLLM on the same checkpoint: ours against its own kernels."""
+    found, equal = results("vllm-NVIDIA-H200"), results("vllm-equality-NVIDIA-H200")
+    if found is None:
+        return ""
+    ours, theirs = ({r["side"]: r for r in found["runs"]}[side] for side in ("ours", "vllm"))
+    rows = [
+        (f"decode, batch {b}", f"{ours['decode_tokens_per_s'][b]:.0f} tokens/s", f"{t:.0f} tokens/s", f"{r:.2f}")
+        for (b, t), r in zip(theirs["decode_tokens_per_s"].items(), found["ratios"]["decode"].values(), strict=True)
+    ]
+    rows += [
+        (f"first token, {n} of prompt", f"{ours['first_token_ms'][n]:.1f} ms", f"{t:.1f} ms", f"{r:.2f}")
+        for (n, t), r in zip(theirs["first_token_ms"].items(), found["ratios"]["first_token"].values(), strict=True)
+    ]
+    versions = ours["versions"]
+    text = (
+        f"A symmetric GPTQ checkpoint of Llama-3-8B's shape (random words) on an {found['device']}, vLLM "
+        f"{versions['vllm']}, torch {versions['torch']}, {found['date']}; both sides in "
+        "[one run](benchmarks/vllm-NVIDIA-H200.json), vLLM's own side on its Machete kernel:\n\n"
+        + table(("", "w4plugin", "vLLM's own", "ours is faster by"), rows)
+    )
+    if equal is not None:
+        names = [r["checkpoint"] for r in equal["checkpoints"] if r["equal"]]
+        text += (
+            f"\n{len(names)} of {len(equal['checkpoints'])} checkpoints of five tools generate the greedy tokens of "
+            "their dequantised copies there ([list](benchmarks/vllm-equality-NVIDIA-H200.json)); CI checks every format on "
+            "vLLM's CPU engine.\n"
+        )
+    return text
+
+
+SECTIONS: dict[str, Callable[[], str]] = {"formats": formats, "repack": repack, "speed": speed, "vllm": vllm}
 
 
 def made(text: str) -> str:
