@@ -20,13 +20,11 @@ from torch.nn import Parameter
 from vllm.config import get_current_vllm_config
 from vllm.model_executor.layers.linear import LinearMethodBase, register_weight_loader_v2_supported_method
 
-from w4plugin.errors import W4Error
-from w4plugin.kernels import prepare
+from w4plugin.kernels import Prepared
 from w4plugin.runtime.vllm import fingerprint, versions
 from w4plugin.runtime.vllm.inventory import Inventory, Part
-from w4plugin.runtime.vllm.loading import Loading, Share
+from w4plugin.runtime.vllm.loading import Loading
 from w4plugin.runtime.vllm.placement import ShardId
-from w4plugin.tensor import W4Tensor
 
 TENSORS = ("qweight", "scales", "zeros", "g_idx", "counters")
 """The fields of a Prepared that are tensors, in the op's order; layers register them under these names."""
@@ -105,21 +103,15 @@ class W4LinearMethod(LinearMethodBase):
     def process_weights_after_loading(self, layer: Layer) -> None:
         if self.loading is None:
             return
-        shares = self.loading.noise() if self.dummy else self.loading.finished()
+        ready = self.loading.noise() if self.dummy else self.loading.finished()
         for suffix in self._placeholders():
             delattr(layer, suffix)
-        pieces: list[Piece] = []
-        try:
-            while shares:
-                pieces.append(_register(layer, _merged(shares), len(pieces), self.loading))
-        except W4Error as error:
-            raise error.at(self.prefix) from error
-        layer.w4_pieces = tuple(pieces)
+        layer.w4_pieces = tuple(_register(layer, weight, i) for i, weight in enumerate(ready))
         fingerprint.add(self.hash_into, self.prefix, layer.w4_pieces)
-        self._report_cost(pieces)
+        self._report_cost(layer.w4_pieces)
         self.loading = None
 
-    def _report_cost(self, pieces: list[Piece]) -> None:
+    def _report_cost(self, pieces: tuple[Piece, ...]) -> None:
         for part in self.parts:
             if part.kind == "wide" and part.module is not None:
                 versions.logger().warning(
@@ -152,41 +144,19 @@ def _multiply(layer: Layer, x: Tensor, piece: Piece, bias: Tensor | None) -> Ten
     return torch.ops.w4plugin.w4a16_linear(x, *tensors, bias, piece.n, piece.group_size, piece.backend)
 
 
-def _merged(shares: list[Share]) -> W4Tensor | Tensor:
-    """Take the first weights that can be one off the list, as one."""
-    taken = [shares.pop(0).weight]
-    while shares and _fit(taken[0], shares[0].weight):
-        taken.append(shares.pop(0).weight)
-    if len(taken) == 1:
-        return taken[0]
-    return W4Tensor.cat_n(taken) if isinstance(taken[0], W4Tensor) else torch.cat(taken)
-
-
-def _fit(first: W4Tensor | Tensor, other: W4Tensor | Tensor) -> bool:
-    """Whether the two can stand side by side in one multiplication."""
-    if not isinstance(first, W4Tensor) or not isinstance(other, W4Tensor):
-        return type(first) is type(other)
-    if first.scales.dtype != other.scales.dtype:
-        return False
-    if first.g_idx is None and other.g_idx is None:
-        return True
-    return first.G == other.G and torch.equal(first.groups(), other.groups())
-
-
-def _register(layer: Layer, weight: W4Tensor | Tensor, index: int, loading: Loading) -> Piece:
+def _register(layer: Layer, weight: Prepared | Tensor, index: int) -> Piece:
     """Give a layer the parameters of one multiplication; the first one's have plain names, for which LoRA looks."""
     tail = f"_{index}" if index else ""
     if isinstance(weight, Tensor):
         layer.register_parameter(f"weight{tail}", Parameter(weight, requires_grad=False))
         return Piece((f"weight{tail}",), weight.shape[0])
-    ready = prepare(weight, dtype=loading.dtype, device=loading.device)
     names: list[str | None] = []
     for name in TENSORS:
-        tensor = getattr(ready, name)
+        tensor = getattr(weight, name)
         names.append(None if tensor is None else name + tail)
         if tensor is not None:
             layer.register_parameter(name + tail, Parameter(tensor, requires_grad=False))
-    return Piece(tuple(names), ready.N, ready.group_size, ready.backend)
+    return Piece(tuple(names), weight.N, weight.group_size, weight.backend)
 
 
 def backends(model: Layer) -> dict[str, int]:

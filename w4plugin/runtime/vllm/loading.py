@@ -1,8 +1,8 @@
-"""Filling a layer: tensors of the file in, this rank's shares of decoded weights out.
+"""Filling a layer: tensors of the file in, weights that a kernel can multiply with out.
 
-vLLM's loader hands over one tensor at a time, whole, in the order of the file. A weight is decoded, cut to this rank's
-share and put on the device as soon as its last tensor is there, so that memory holds the shares and what is not yet
-complete, never a second copy of the checkpoint.
+vLLM's loader hands over one tensor at a time, whole, in the order of the file. A weight is put on the device, decoded
+and cut to this rank's share as soon as its last tensor is there, and a layer goes into its kernel's order as soon as
+its last weight is there: memory holds what is ready and what is incomplete, never a second copy of the checkpoint.
 """
 
 from __future__ import annotations
@@ -14,9 +14,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from w4plugin.errors import CorruptError, UnsupportedError
+from w4plugin.errors import CorruptError, UnsupportedError, W4Error
 from w4plugin.formats import other_widths
 from w4plugin.formats.registry import read_module
+from w4plugin.kernels import Prepared, prepare
 from w4plugin.note import Note
 from w4plugin.packing import NIBBLES
 from w4plugin.runtime.vllm import placement, versions
@@ -50,7 +51,8 @@ class Loading:
         k, k_layer: rows of the whole weight, and of this rank.
         n_layer: columns of this rank.
         waiting: tensors of weights that are not complete, by weight.
-        shares: what is decoded, by weight.
+        shares: weights that wait for the others of their layer.
+        ready: the layer's multiplications, once all its weights are there.
     """
 
     layer: Any
@@ -65,6 +67,7 @@ class Loading:
     n_layer: int
     waiting: dict[str, dict[str, Tensor]] = field(default_factory=dict)
     shares: dict[str, Share] = field(default_factory=dict)
+    ready: list[Prepared | Tensor] | None = None
 
     def receive(self, suffix: str, tensor: Tensor, shard_id: ShardId) -> None:
         """Take one tensor of the file.
@@ -81,6 +84,8 @@ class Loading:
         if len(tensors) == len(part.dtypes):
             del self.waiting[part.name]
             self.shares[part.name] = self._share(part, tensors, shard_id)
+            if len(self.shares) == len(self.parts):
+                self._prepare()
 
     def part(self, shard_id: ShardId) -> Part:
         """The weight that vLLM means by a shard id: its place among q, k, v, or its first column in the fused layer."""
@@ -137,28 +142,43 @@ class Loading:
             )
         return decoded.weight
 
-    def finished(self) -> list[Share]:
-        """All shares, in the order of the layer's columns.
-
-        Raises:
-            CorruptError: a tensor is missing, or the weights leave columns of the layer empty.
-            UnsupportedError: the file has a bias for which the architecture has no place.
-        """
-        for part in self.parts:
-            if part.name not in self.shares:
-                arrived = self.waiting.get(part.name, {})
-                missing = [f"{part.name}.{suffix}" for suffix in part.dtypes or ("weight",) if suffix not in arrived]
-                raise CorruptError(self.prefix, got=f"no {', '.join(missing)}", wanted="every tensor of the layer")
+    def _prepare(self) -> None:
+        """Put the complete layer into as few multiplications as its weights allow."""
         shares = sorted(self.shares.values(), key=lambda share: share.start)
+        self.shares.clear()
         covered = 0
         for share in shares:
             covered = share.stop if share.start == covered else covered
         if covered != self.n_layer:
             wanted = f"{self.n_layer}, the architecture's"
             raise CorruptError(self.prefix, got=f"{covered} columns in one run", wanted=wanted, todo=OTHER_MODEL)
+        self.ready = []
+        try:
+            while shares:
+                weight = _merged(shares)
+                packed = isinstance(weight, W4Tensor)
+                self.ready.append(prepare(weight, dtype=self.dtype, device=self.device) if packed else weight)
+        except W4Error as error:
+            raise error.at(self.prefix) from error
+
+    def finished(self) -> list[Prepared | Tensor]:
+        """The layer's multiplications, in the order of its columns.
+
+        Raises:
+            CorruptError: a tensor is missing.
+            UnsupportedError: the file has a bias for which the architecture has no place.
+        """
+        if self.ready is None:
+            for part in self.parts:
+                if part.name not in self.shares:
+                    arrived = self.waiting.get(part.name, {})
+                    missing = [
+                        f"{part.name}.{suffix}" for suffix in part.dtypes or ("weight",) if suffix not in arrived
+                    ]
+                    raise CorruptError(self.prefix, got=f"no {', '.join(missing)}", wanted="every tensor of the layer")
+        assert self.ready is not None
         self._check_bias()
-        self.shares.clear()
-        return shares
+        return self.ready
 
     def _check_bias(self) -> None:
         """vLLM drops a bias that its model has no place for; only one that is all zero may go that way."""
@@ -172,7 +192,7 @@ class Loading:
                 todo="serve it with a model class that adds this bias; without it the output would be wrong",
             )
 
-    def noise(self) -> list[Share]:
+    def noise(self) -> list[Prepared | Tensor]:
         """A random weight of the layer's shape, for ``--load-format dummy``."""
         size = next((p.module.group_size for p in self.parts if p.kind == "int4" and p.module is not None), None) or 128
         codes = torch.randint(
@@ -180,7 +200,28 @@ class Loading:
         )
         groups = -(-self.k_layer // size)
         scales = torch.full((groups, self.n_layer), 1e-3, dtype=torch.float16, device=self.device)
-        return [Share(0, self.n_layer, W4Tensor(codes, scales, None, None, size))]
+        return [prepare(W4Tensor(codes, scales, None, None, size), dtype=self.dtype, device=self.device)]
+
+
+def _merged(shares: list[Share]) -> W4Tensor | Tensor:
+    """Take the first weights that can be one off the list, as one."""
+    taken = [shares.pop(0).weight]
+    while shares and _fit(taken[0], shares[0].weight):
+        taken.append(shares.pop(0).weight)
+    if len(taken) == 1:
+        return taken[0]
+    return W4Tensor.cat_n(taken) if isinstance(taken[0], W4Tensor) else torch.cat(taken)
+
+
+def _fit(first: W4Tensor | Tensor, other: W4Tensor | Tensor) -> bool:
+    """Whether the two can stand side by side in one multiplication."""
+    if not isinstance(first, W4Tensor) or not isinstance(other, W4Tensor):
+        return type(first) is type(other)
+    if first.scales.dtype != other.scales.dtype:
+        return False
+    if first.g_idx is None and other.g_idx is None:
+        return True
+    return first.G == other.G and torch.equal(first.groups(), other.groups())
 
 
 def _report(notes: Iterable[Note]) -> None:

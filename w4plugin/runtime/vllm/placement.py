@@ -55,7 +55,7 @@ def columns(layer: Any, loader: Callable[..., None], n_layer: int, n: int, shard
             probe = ChannelQuantScaleParameter(
                 data=torch.zeros(n_layer, dtype=torch.int64), output_dim=0, weight_loader=loader
             )
-        return _filled(probe, layer, loader, torch.arange(1, n + 1), shard_id)
+        return _filled(probe, layer, loader, torch.arange(1, n + 1, device="cpu"), shard_id)
 
     fits = f"the {n_layer} columns that the architecture has here on each of {layer.tp_size} ranks"
     mine = _on_all_ranks(layer, ask, n, f"N = {n}", fits, where)
@@ -76,12 +76,12 @@ def rows(layer: Any, loader: Callable[..., None], k_layer: int, k: int, where: s
     def ask() -> Tensor:
         with torch.device("cpu"):
             probe = RowvLLMParameter(data=torch.zeros(k_layer, dtype=torch.int64), input_dim=0, weight_loader=loader)
-        return _filled(probe, layer, loader, torch.arange(1, k + 1), None)
+        return _filled(probe, layer, loader, torch.arange(1, k + 1, device="cpu"), None)
 
     fits = f"the {k_layer} rows that the architecture has here on each of {layer.tp_size} ranks"
     mine = _on_all_ranks(layer, ask, k, f"K = {k}", fits, where)
     start, stop = int(mine[0]) - 1, int(mine[-1])
-    if not torch.equal(mine, torch.arange(start + 1, stop + 1)):
+    if not torch.equal(mine, torch.arange(start + 1, stop + 1, device="cpu")):
         raise UnsupportedError(where, got="a layer that cuts its rows into pieces", wanted="one run of rows a rank")
     return start, stop
 
@@ -89,7 +89,7 @@ def rows(layer: Any, loader: Callable[..., None], k_layer: int, k: int, where: s
 def cut(weight: W4Tensor | Tensor, source: Tensor) -> W4Tensor | Tensor:
     """The columns ``source`` of a weight (rows of a plain ``[N, K]`` one); a column of padding (-1) is zero."""
     n, first = source.numel(), int(source[0])
-    run = first >= 0 and torch.equal(source, torch.arange(first, first + n))
+    run = first >= 0 and torch.equal(source, torch.arange(first, first + n, device="cpu"))
     padding = (source < 0).to(weight.device)
     index = source.clamp(min=0).to(weight.device)
     if isinstance(weight, Tensor):
@@ -117,7 +117,7 @@ def _filled(probe: Any, layer: Any, loader: Callable[..., None], indices: Tensor
 
 def _on_all_ranks(layer: Any, ask: Callable[[], Tensor], count: int, got: str, fits: str, where: str) -> Tensor:
     """What ``ask`` answers on this rank, once the answers of all ranks together are known to use all indices."""
-    seen = torch.zeros(count + 1, dtype=torch.bool)
+    seen = torch.zeros(count + 1, dtype=torch.bool, device="cpu")
     mine = None
     try:
         for rank in range(layer.tp_size):
