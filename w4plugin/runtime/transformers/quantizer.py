@@ -69,6 +69,7 @@ class W4Quantizer(HfQuantizer):
         self.census: Census | None = None
         self.places: list[Place] = []
         self.dtype = torch.get_default_dtype()
+        self.uncast: dict[str, torch.dtype] = {}  # 5.19 and older leave renamed tensors in the file's dtype
 
     def validate_environment(self, *args: Any, **kwargs: Any) -> None:
         device_map = kwargs.get("device_map")
@@ -102,6 +103,8 @@ class W4Quantizer(HfQuantizer):
             waiting = W4Linear(place.K, place.N, dtype=self.dtype, backend=self.quantization_config.backend)
             waiting.await_tensors(own, {suffix: TORCH_DTYPE[header.dtype] for suffix, header in own.items()})
             model.set_submodule(place.name, waiting)
+        if not hasattr(HfQuantizer, "get_new_dtype"):
+            self.uncast = {name: p.dtype for name, p in model.named_parameters() if name not in headers}
 
     def _read_headers(self, checkpoint_files: Sequence[str] | None) -> dict[str, TensorHeader]:
         if not checkpoint_files:
@@ -124,6 +127,9 @@ class W4Quantizer(HfQuantizer):
 
     def _process_model_after_weight_loading(self, model: Any, **kwargs: Any) -> Any:
         """Decode what was loaded, one module at a time, so that no second copy of the model is ever there."""
+        for name, dtype in self.uncast.items():
+            parameter = model.get_parameter(name)
+            parameter.data = parameter.data.to(dtype)
         layers = []
         for place in self.places:
             try:
