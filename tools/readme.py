@@ -117,8 +117,8 @@ def speed() -> str:
     return f"""\
 {found["device"]}, float16, symmetric, groups of 128, {found["date"]}, torch {found["torch"]}, triton {found["triton"]}:
 [one run](benchmarks/kernels-NVIDIA-H200-fp16-sym-peers.json). Times of ours against the best of Marlin, Machete,
-Humming, ExLlamaV2, tinygemm and vLLM's Triton kernel, and against cuBLAS in float16, as geometric means of ratios (above
-1: ours is faster):
+Humming, ExLlamaV2, tinygemm and vLLM's Triton kernel, and against cuBLAS in float16, as geometric means of ratios
+(above 1: ours is faster):
 
 {table(("rows M", "best W4 peer / ours", "cuBLAS / ours"), means)}
 ![speed-up over cuBLAS against M, over the roofline](benchmarks/kernels-NVIDIA-H200-fp16-sym.png)
@@ -143,8 +143,8 @@ def traffic() -> str:
         return ""
     share = found["fused_read_over_expected"]
     return (
-        f"At M = 1 on {found['K']} x {found['N']} the fused kernel reads {share:.4f} times the bytes of packed weights,\n"
-        f"scales and activations; dequantising first moves {found['two_phase_moved_over_fused']:.1f} times as many\n"
+        f"At M = 1 on {found['K']} x {found['N']} the fused kernel reads {share:.4f} times the bytes of packed\n"
+        f"weights, scales and activations; dequantising first moves {found['two_phase_moved_over_fused']:.1f} times as many\n"
         f"([by the profiler](benchmarks/{name}.json)).\n"
     )
 
@@ -180,8 +180,8 @@ def vllm() -> str:
         names = [r["checkpoint"] for r in equal["checkpoints"] if r["equal"]]
         text += (
             f"\n{len(names)} of {len(equal['checkpoints'])} checkpoints of five tools generate the greedy tokens of "
-            "their dequantised copies there ([list](benchmarks/vllm-equality-NVIDIA-H200.json)); CI checks every format on "
-            "vLLM's CPU engine.\n"
+            "their dequantised copies there ([list](benchmarks/vllm-equality-NVIDIA-H200.json)); CI checks every "
+            "format on vLLM's CPU engine.\n"
         )
     return text
 
