@@ -141,10 +141,10 @@ def traffic() -> str:
     found = results(name)
     if found is None:
         return ""
-    share = found["fused_read_over_expected"]
+    share, moved = found["fused_read_over_expected"], found["two_phase_moved_over_fused"]
     return (
         f"At M = 1 on {found['K']} x {found['N']} the fused kernel reads {share:.4f} times the bytes of packed\n"
-        f"weights, scales and activations; dequantising first moves {found['two_phase_moved_over_fused']:.1f} times as many\n"
+        f"weights, scales and activations; dequantising first moves {moved:.1f} times as many\n"
         f"([by the profiler](benchmarks/{name}.json)).\n"
     )
 
