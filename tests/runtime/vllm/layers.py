@@ -54,7 +54,9 @@ def rank_of(rank: int, ranks: int) -> Iterator[None]:
 def save(folder: Path, modules: Mapping[str, Mapping[str, torch.Tensor]], quant: dict[str, Any], **config: Any) -> Path:
     """A checkpoint of single modules, by name."""
     folder.mkdir(parents=True, exist_ok=True)
-    tensors = {f"{name}.{suffix}": t.contiguous() for name, found in modules.items() for suffix, t in found.items()}
+    tensors = {
+        f"{name}.{suffix}": t.contiguous().clone() for name, found in modules.items() for suffix, t in found.items()
+    }
     save_file(tensors, folder / "model.safetensors", {"format": "pt"})
     (folder / "config.json").write_text(json.dumps({**config, "quantization_config": quant}))
     return folder

@@ -6,6 +6,7 @@ equal unless a weight is wrong.
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
@@ -65,9 +66,27 @@ def test_packed_head_that_the_config_calls_tied(tmp_path: Path) -> None:
         compare(ours, greedy(llm), EXACT)
 
 
+@pytest.mark.parametrize("file", ["", "quantize_config.json"])
+def test_checkpoint_without_a_config_in_config_json(file: str, tmp_path: Path) -> None:
+    """Everything follows from the tensors, or from the file that AutoGPTQ wrote beside them."""
+    packed, plain = write(tmp_path, Recipe("gptq", act_order="each"))
+    quant = json.loads((packed / "config.json").read_text())["quantization_config"]
+    edit_config(packed, quantization_config=None)
+    if file:
+        (packed / file).write_text(json.dumps(quant))
+    with engine(packed, dtype="float32", quantization="w4plugin") as llm:
+        ours = greedy(llm)
+    with engine(plain, dtype="float32") as llm:
+        compare(ours, greedy(llm), EXACT)
+
+
 def test_compiled_graph_is_the_same_model(tmp_path: Path) -> None:
     packed, plain = write(tmp_path, Recipe("gptq_v2", act_order="each"), Shape(bias=True, layers=1))
     with engine(packed, dtype="float32", quantization="w4plugin", enforce_eager=False) as llm:
+        config = llm.llm_engine.vllm_config
+        key = config.compute_hash()
+        config.additional_config["w4plugin"] += " and another backend"
+        assert config.compute_hash() != key  # or vLLM would use a graph that was compiled for other multiplications
         ours = greedy(llm)
     with engine(plain, dtype="float32") as llm:
         compare(ours, greedy(llm), EXACT)
