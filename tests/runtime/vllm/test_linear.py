@@ -22,7 +22,7 @@ from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
 from tests.formats.samples import Truth
 from tests.runtime.vllm.checkpoints import FORMATS, Recipe, Tensors, draw, plain_weight
 from tests.runtime.vllm.layers import load, opened, rank_of, save
-from w4plugin.errors import CorruptError, UnsupportedError
+from w4plugin.errors import CorruptError, UnsupportedError, UsageError
 from w4plugin.kernels import Prepared
 from w4plugin.runtime.vllm import fingerprint
 from w4plugin.runtime.vllm.config import W4Config
@@ -275,6 +275,16 @@ def test_unfilled_layer_is_refused(tmp_path: Path) -> None:
         layer = ReplicatedLinear(64, 64, bias=False, quant_config=made.config, prefix=made.at("down_proj"))
         with pytest.raises(CorruptError, match="all 0"):
             load(layer, {None: empty})
+
+
+def test_loading_again_in_place_is_refused(tmp_path: Path) -> None:
+    made = Made(tmp_path, Recipe("gptq_v2", group_size=32), {"down_proj": (64, 64)})
+    with rank_of(0, 1):
+        layer = ReplicatedLinear(64, 64, bias=False, quant_config=made.config, prefix=made.at("down_proj"))
+        loader = layer.qweight.weight_loader
+        load(layer, {None: made.tensors["down_proj"]})
+        with pytest.raises(UsageError, match=r"down_proj\.qweight.*new engine"):
+            loader(torch.nn.Parameter(torch.empty(0)), made.tensors["down_proj"]["qweight"])
 
 
 def test_dummy_weights_have_the_layers_shape(tmp_path: Path) -> None:

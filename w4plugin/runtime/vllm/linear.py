@@ -20,6 +20,7 @@ from torch.nn import Parameter
 from vllm.config import get_current_vllm_config
 from vllm.model_executor.layers.linear import LinearMethodBase, register_weight_loader_v2_supported_method
 
+from w4plugin.errors import UsageError
 from w4plugin.kernels import Prepared
 from w4plugin.runtime.vllm import fingerprint, versions
 from w4plugin.runtime.vllm.inventory import Inventory, Part
@@ -95,7 +96,13 @@ class W4LinearMethod(LinearMethodBase):
 
     def _receive(self, suffix: str, param: Parameter, loaded_weight: Tensor, shard_id: ShardId = None) -> None:
         """The weight loader of a placeholder. Newer versions hang the shard id on the tensor."""
-        assert self.loading is not None
+        if self.loading is None:
+            raise UsageError(
+                f"{self.prefix}.{suffix}",
+                got="a weight for a layer that is in its kernel's order",
+                wanted="each weight once",
+                todo="start a new engine; packed weights cannot be loaded again in place",
+            )
         if shard_id is None:
             shard_id = getattr(loaded_weight, "shard_id", None)
         self.loading.receive(suffix, loaded_weight, shard_id)
