@@ -246,6 +246,31 @@ def test_inspect_fetches_headers_alone(tmp_path: Path, hub: Hub) -> None:
     assert "50 are missing" in done.stderr
 
 
+def test_a_tensor_is_fetched_by_itself(tmp_path: Path, hub: Hub) -> None:
+    code = (
+        "import sys, torch; from safetensors.torch import load_file;"
+        "from w4plugin.checkpoint.checkpoint import Checkpoint;"
+        "found = Checkpoint.open('org/name', cache_dir=sys.argv[1], headers_only=True);"
+        "name = next(n for n in found.headers if n.endswith('qzeros'));"
+        "assert torch.equal(found.tensor(name), load_file(sys.argv[2])[name])"
+    )
+    keep = {k: v for k, v in os.environ.items() if not k.startswith(("HF_", "HUGGING"))}
+    environment = {**keep, "NO_PROXY": "*", "HF_ENDPOINT": hub.address, "HF_HUB_DISABLE_XET": "1"}
+    weights = hub.folder / "model.safetensors"
+    done = subprocess.run(
+        [sys.executable, "-c", code, tmp_path / "cache", weights],
+        capture_output=True,
+        text=True,
+        env=environment,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    ranges = [asked for path, asked in hub.ranges if path.endswith(".safetensors")]
+    assert len(ranges) == 2
+    assert not ranges[1].startswith("bytes=0-")
+    assert not list((tmp_path / "cache").rglob("*.safetensors"))
+
+
 def test_a_download_is_cached_and_pickles_stay_there(tmp_path: Path, hub: Hub) -> None:
     where = ("--cache-dir", tmp_path / "cache", "--token", "hf_secret", "--format", "json")
     done = run("verify", "org/name", *where, HF_ENDPOINT=hub.address, HF_HUB_DISABLE_XET="1")

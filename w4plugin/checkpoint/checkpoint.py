@@ -106,7 +106,8 @@ class Checkpoint:
             cache_dir: the hub's cache; None means its usual place.
             token: for private and gated repositories.
             allow_pickle: read tensors out of ``.bin`` and ``.pt`` files, running no code of theirs.
-            headers_only: of a hub repository that is not in the cache, fetch no data: tensors cannot be read then.
+            headers_only: of a hub repository that is not in the cache, fetch headers alone; a tensor that is asked for
+                is fetched by itself then.
 
         Raises:
             UsageError: there is no such model, or it holds no weights.
@@ -159,8 +160,13 @@ class Checkpoint:
         if dtype is None:
             raise UnsupportedError(f"{self.holder[name].name}: {name}", got=span.dtype, wanted="a dtype of torch")
         data = torch.empty(span.stop - span.start, dtype=torch.uint8)
-        with _opened(self.holder[name]) as descriptor:
-            _fill(self.holder[name], descriptor, data.numpy().data, span.start)
+        file = self.holder[name]
+        if file.name in self.source.remote:
+            part = hub.fetch_part(self.source, file.name, span.start, span.stop) if data.numel() else b""
+            data.numpy()[:] = memoryview(part)
+        else:
+            with _opened(file) as descriptor:
+                _fill(file, descriptor, data.numpy().data, span.start)
         return data.view(dtype).reshape(span.shape) if data.numel() else torch.empty(span.shape, dtype=dtype)
 
     def blocks(self, name: str, size: int = BLOCK) -> Iterator[memoryview]:

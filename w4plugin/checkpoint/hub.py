@@ -119,14 +119,34 @@ def _header(source: Source, name: str, token: str | None) -> Header:
 
 def _begin(source: Source, name: str, count: int, token: str | None) -> tuple[bytes, int]:
     """The first ``count`` bytes of a file on the hub, and how long it is."""
+    return _part(source, name, 0, count, token)
+
+
+def fetch_part(source: Source, name: str, start: int, stop: int, token: str | None = None) -> bytes:
+    """Bytes ``start:stop`` of a weight file that lies on the hub, for the few small tensors that a decision hangs on.
+
+    Raises:
+        StorageError: the network failed, or the hub sent something else.
+    """
+    found, _ = _part(source, name, start, stop - start, token)
+    if len(found) != stop - start:
+        wanted = f"{stop - start} from {start} on"
+        raise StorageError(f"{source.label()}: {name}", got=f"{len(found)} bytes", wanted=wanted)
+    return found
+
+
+def _part(source: Source, name: str, start: int, count: int, token: str | None) -> tuple[bytes, int]:
+    """``count`` bytes of a file on the hub from ``start`` on, and how long it is."""
     import huggingface_hub as hub
 
     assert source.repo is not None
     utils: Any = importlib.import_module("huggingface_hub.utils")  # it names its exports for no type checker
     url = hub.hf_hub_url(source.repo, name, revision=source.commit)
-    headers = {**utils.build_hf_headers(token=token), "range": f"bytes=0-{count - 1}"}
+    headers = {**utils.build_hf_headers(token=token), "range": f"bytes={start}-{start + count - 1}"}
     with _told(f"{source.label()}: {name}"), utils.get_session().stream("GET", url, headers=headers) as answer:
         utils.hf_raise_for_status(answer)
+        if start and answer.status_code != 206:
+            raise OSError("the hub sent a whole file where a part of it was asked for")
         found = bytearray()
         for block in answer.iter_bytes():  # a server that knows no ranges would send the whole file
             found += block
