@@ -16,6 +16,7 @@ from tests.runtime.vllm.checkpoints import Recipe, Shape, edit_config, write
 from w4plugin.errors import UsageError
 from w4plugin.runtime.vllm import claim, native, versions
 from w4plugin.runtime.vllm.config import W4Config
+from w4plugin.runtime.vllm.inventory import Inventory
 
 TINY = Shape(hidden=128, inner=256, layers=1, vocab=128)
 
@@ -137,17 +138,32 @@ def test_row_shard_that_cuts_a_group(
     assert "no multiple of its groups of 128" in why(packed, caplog)
 
 
+def test_on_the_hub_a_few_modules_are_looked_at(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    packed, _ = write(tmp_path, Recipe("gptq", group_size=128, sym=True), replace(TINY, layers=4))
+    inventory = Inventory.open(str(packed), None)
+    read: list[str] = []
+    original = inventory.tensor
+    monkeypatch.setattr(inventory, "tensor", lambda name: read.append(name) or original(name))
+    assert native.misreads(inventory.config, inventory) is None
+    assert len(read) == 4 * 7 * 2
+    read.clear()
+    inventory.remote = True
+    assert native.misreads(inventory.config, inventory) is None
+    assert len(read) == 2 * native.SAMPLE
+
+
 def test_tensor_parallel_size_is_found_where_vllm_is_asked() -> None:
     from vllm.engine.arg_utils import EngineArgs
 
     class Asking(EngineArgs):
         def create_model_config(self) -> Any:
-            return versions.tensor_parallel_size()
+            return versions.tensor_parallel_size(), versions.download_folder()
 
-    assert versions.tensor_parallel_size() == 1
+    assert (versions.tensor_parallel_size(), versions.download_folder()) == (1, None)
     arguments = Asking.__new__(Asking)
     arguments.tensor_parallel_size = 4
-    assert arguments.create_model_config() == 4
+    arguments.download_dir = "somewhere"
+    assert arguments.create_model_config() == (4, "somewhere")
 
 
 def test_policy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -7,7 +7,6 @@ the names of the second. It travels to every worker process with the quantisatio
 
 from __future__ import annotations
 
-import functools
 import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
@@ -61,6 +60,8 @@ class Inventory:
     Attributes:
         model: folder or hub id, as vLLM was given it.
         revision: of a hub id.
+        cache: where vLLM keeps what it downloads, None for the usual place.
+        remote: the weights are still on the hub.
         config: what the checkpoint's config files say.
         parts: by vLLM name, the packed modules and the plain weights.
         biases: checkpoint names of the modules that have a ``bias`` in the file.
@@ -68,6 +69,8 @@ class Inventory:
 
     model: str
     revision: str | None
+    cache: str | None
+    remote: bool
     config: QuantConfig
     parts: dict[str, Part] = field(default_factory=dict)
     biases: frozenset[str] = frozenset()
@@ -79,9 +82,10 @@ class Inventory:
         Raises:
             W4Error: the model cannot be opened, a shard is missing, or a module is of a kind that cannot be served.
         """
-        checkpoint = _checkpoint(model, revision)
+        cache = versions.download_folder()
+        checkpoint = _open(model, revision, cache)
         census = checkpoint.census
-        found = Inventory(model, revision, checkpoint.quant_config)
+        found = Inventory(model, revision, cache, bool(checkpoint.source.remote), checkpoint.quant_config)
         found.biases = frozenset(n.removesuffix(".bias") for n in checkpoint.headers if n.endswith(".bias"))
         kinds: list[tuple[Kind, tuple[Module, ...]]] = [("int4", census.modules), ("wide", census.other_width)]
         for kind, modules in kinds:
@@ -129,7 +133,8 @@ class Inventory:
 
     def tensor(self, name: str) -> torch.Tensor:
         """One tensor of the file, by its full name there."""
-        return _checkpoint(self.model, self.revision).tensor(name)
+        key = (self.model, self.revision, self.cache)
+        return (_OPENED.get(key) or _open(*key)).tensor(name)
 
     def nonzero_biases(self, names: Iterable[str]) -> list[str]:
         """Those of the modules (checkpoint names) whose bias in the file is not all zero."""
@@ -183,10 +188,16 @@ class Inventory:
                 )
 
 
-@functools.lru_cache(maxsize=2)
-def _checkpoint(model: str, revision: str | None) -> Checkpoint:
-    """The opened checkpoint of this process; it holds no data."""
-    return Checkpoint.open(model, revision=revision)
+_OPENED: dict[tuple[str, str | None, str | None], Checkpoint] = {}
+"""What this process has opened last; it holds no data. Worker processes get an inventory and open for themselves."""
+
+
+def _open(model: str, revision: str | None, cache: str | None) -> Checkpoint:
+    """A checkpoint as it is now; nothing is downloaded of what vLLM is about to download."""
+    _OPENED.clear()
+    found = Checkpoint.open(model, revision=revision, cache_dir=cache, headers_only=True)
+    _OPENED[model, revision, cache] = found
+    return found
 
 
 def _renamed(mapper: Any, name: str) -> str:

@@ -7,6 +7,7 @@ loaders get wrong without a word, found by comparing the config with the file.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
+from itertools import islice
 from typing import Any
 
 import torch
@@ -31,6 +32,12 @@ FUSED = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"), ("w1", "w3"))
 """Weights that vLLM puts into one layer."""
 
 VOCABULARY_PADDING = 64
+
+SEVENS, EIGHTS = 0x77777777, 0x88888888 - (1 << 32)
+"""Words of zero points of a symmetric module, in either convention, as int32."""
+
+SAMPLE = 8
+"""Modules judged while the weights are still on the hub, one request each: tools act-order and centre all or none."""
 
 
 def refuses_config(hf_quant_cfg: Mapping[str, Any], config: QuantConfig) -> str | None:
@@ -77,12 +84,17 @@ def _asymmetry(config: QuantConfig, inventory: Inventory, modules: Mapping[str, 
     """Where the config says symmetric, vLLM's GPTQ loader never looks at the zero points."""
     if config.method not in ("gptq", "auto-round") or not config.sym:
         return
-    for name, module in modules.items():
+    for name, module in _read(inventory, modules):
         if "qzeros" in module.tensors and module.format != "awq":
             stored = inventory.tensor(module.tensors["qzeros"])
-            words = stored.unique()
-            if words.numel() and not all(int(word) & 0xFFFFFFFF in (0x77777777, 0x88888888) for word in words):
+            symmetric = (stored == SEVENS) | (stored == EIGHTS)
+            if not bool(symmetric.all()):
                 yield f"its config says symmetric, its zero points are not ({name})"
+
+
+def _read(inventory: Inventory, modules: Mapping[str, Module]) -> Iterator[tuple[str, Module]]:
+    """The modules whose small tensors are looked at: all on the disk, the first few on the hub."""
+    yield from islice(modules.items(), SAMPLE if inventory.remote else None)
 
 
 def _missing_zeros(config: QuantConfig, inventory: Inventory, modules: Mapping[str, Module]) -> Iterator[str]:
@@ -95,7 +107,7 @@ def _act_order(config: QuantConfig, inventory: Inventory, modules: Mapping[str, 
     """g_idx is ignored when the config denies act-order, and by newer versions altogether."""
     if config.desc_act and not versions.drops_g_idx():
         return
-    for name, module in modules.items():
+    for name, module in _read(inventory, modules):
         suffix = next((s for s in ("g_idx", "weight_g_idx") if s in module.tensors), None)
         if suffix is None or module.group_size is None:
             continue

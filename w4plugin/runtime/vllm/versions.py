@@ -79,10 +79,10 @@ def is_routed_experts(layer: Any) -> bool:
     return isinstance(layer, RoutedExperts)
 
 
-def tensor_parallel_size() -> int:
-    """The tensor-parallel size of the engine that is being configured, 1 if unknown.
+def engine_arguments() -> Any:
+    """The arguments of the engine that is being configured, None outside of that.
 
-    vLLM asks for a quantisation method while it makes the model's config, before a parallel config exists. The
+    vLLM asks for a quantisation method while it makes the model's config, before parallel and load configs exist. The
     arguments that it is working through are on the call stack, and nowhere else.
     """
     from vllm.engine.arg_utils import EngineArgs
@@ -91,9 +91,19 @@ def tensor_parallel_size() -> int:
     while frame is not None:
         owner = frame.f_locals.get("self")
         if isinstance(owner, EngineArgs):
-            return int(owner.tensor_parallel_size or 1)
+            return owner
         frame = frame.f_back
-    return 1
+    return None
+
+
+def tensor_parallel_size() -> int:
+    """Of the engine that is being configured, 1 if unknown."""
+    return int(getattr(engine_arguments(), "tensor_parallel_size", None) or 1)
+
+
+def download_folder() -> str | None:
+    """``--download-dir`` of the engine that is being configured."""
+    return getattr(engine_arguments(), "download_dir", None)
 
 
 def marlin_refuses(bits: int, group_size: int, zero_points: bool) -> str | None:
