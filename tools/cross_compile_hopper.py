@@ -74,12 +74,11 @@ def compile_variant(v: Variant) -> Any:
 
 def serialized(compiled: Any) -> int:
     """How often ptxas says that it makes wgmma wait for itself (C7510 and what follows), which costs half the speed."""
-    import triton.backends.nvidia as nvidia
+    from triton.backends.nvidia.compiler import get_ptxas  # 3.9 brings two assemblers and takes the newer from sm_90 on
 
     with tempfile.TemporaryDirectory() as folder:
         ptx = Path(folder) / "kernel.ptx"
         ptx.write_text(compiled.asm["ptx"])
-        tool = Path(nvidia.__file__).parent / "bin" / "ptxas"
-        command = [str(tool), "-v", "-arch=sm_90a", str(ptx), "-o", str(ptx.with_suffix(".cubin"))]
+        command = [get_ptxas(90).path, "-v", "-arch=sm_90a", str(ptx), "-o", str(ptx.with_suffix(".cubin"))]
         said = subprocess.run(command, capture_output=True, text=True, check=True).stderr
     return said.count("(C751")
