@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 import itertools
+from dataclasses import replace
 
 import pytest
 import torch
 
-from tests.kernels.cases import Case, backends, sample
+from tests.kernels.cases import Case, activations, backends, check, sample
 from w4plugin import kernels
 from w4plugin.kernels import cpu, registry
 from w4plugin.kernels.device import target
 from w4plugin.kernels.fragments import from_fragments, to_fragments
 from w4plugin.kernels.grouping import runs
-from w4plugin.packing import unpack
+from w4plugin.packing import pack, unpack
 from w4plugin.tensor import W4Tensor
 
 F16, BF16, F32 = torch.float16, torch.bfloat16, torch.float32
@@ -114,6 +115,33 @@ def test_cpu_refuses_what_it_would_round() -> None:
     assert "cuda" in str(
         cpu.why_not(target(torch.device("cuda", 0), F16) if torch.cuda.is_available() else _cuda(), None)
     )
+
+
+@pytest.mark.parametrize("case", [Case(256, 32, 64), Case(256, 32, 64, False), Case(256, 32, 64, True, BF16)])
+def test_cpu_parts_of_scales_sum_to_them_and_keep_zero(case: Case) -> None:
+    """bfloat16 activations meet scales in two bfloat16 parts, neither of which makes a weight of 0 anything else."""
+    w = sample(case, CPU).weight
+    p = kernels.prepare(w, dtype=BF16, backend="cpu")
+    assert p.scales.dtype == BF16
+    assert p.scales.shape == (2, 4, 32, 2)
+    scale, shift = p.scales.double().sum(0).unbind(-1)
+    assert torch.equal(scale, w.scales.double())
+    assert torch.equal(shift, w.scales.double() * (8 - w.full_zeros().double()))
+    nothing = pack(w.full_zeros().repeat_interleave(64, 0), 0)
+    dead = kernels.prepare(replace(w, qweight=nothing), dtype=BF16, backend="cpu")
+    assert not kernels.linear(activations(5, 256, BF16, CPU), dead).any()
+
+
+def test_cpu_pieces_of_a_plain_weight(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Cuts of PyTorch's packed order at multiples of 64 columns, the last piece of 16."""
+    case = Case(256, 208, 64, False)
+    s = sample(case, CPU)
+    p = kernels.prepare(s.weight, dtype=F16, backend="cpu")
+    x = activations(9, 256, F16, CPU)
+    whole = kernels.linear(x, p)
+    check(whole, x, s.exact, None, "one piece")
+    monkeypatch.setattr(cpu, "SCRATCH", 256 * 64)
+    check(kernels.linear(x, p), x, s.exact, None, "four pieces")
 
 
 def _cuda() -> kernels.Target:
