@@ -97,6 +97,28 @@ def awq(path: Path, count: int = 3, **more: Any) -> Path:
     return folder(path, {**layers(packed), **plain()}, samples.awq_config(truths[0]), **more)
 
 
+def of_format(path: Path, kind: str, **more: Any) -> Path:
+    """Two layers in one of the formats that are read."""
+    small, spans, large = truth(1), truth(K=128, size=64), truth(K=128, N=256, size=128, sym=True)
+    made: dict[str, tuple[Mapping[str, Tensor], Mapping[str, Any]]] = {
+        "gptq": (samples.pack_gptq(small, offset=0), samples.gptq_config(small, "gptq_v2")),
+        "awq": (samples.pack_awq(small), samples.awq_config(small)),
+        "awq-gemv": (samples.pack_gemv(spans), samples.awq_config(spans, "gemv")),
+        "awq-gemv-fast": (samples.pack_fast(spans), samples.awq_config(spans, "gemv_fast")),
+        "compressed-tensors": (samples.pack_ct(small), samples.ct_config(small)),
+        "gptq-marlin": (samples.pack_marlin(large), samples.gptq_config(large, "marlin")),
+        "gptq-v0": (
+            samples.pack_v0(truth(size=-1)),
+            {"quant_method": "gptq", "bits": 4, "group_size": -1, "sym": False},
+        ),
+    }
+    tensors, config = made[kind]
+    return folder(path, {**layers({name(0): tensors, name(1): tensors}), **plain()}, config, **more)
+
+
+FORMATS = ("gptq", "awq", "awq-gemv", "awq-gemv-fast", "compressed-tensors", "gptq-marlin", "gptq-v0")
+
+
 def copy(source: Path, target: Path) -> Path:
     """A folder that a test may damage."""
     shutil.copytree(source, target)

@@ -101,13 +101,13 @@ def test_h1_a_cut_shard_is_refused_before_any_work(tmp_path: Path) -> None:
     assert not list(tmp_path.glob("out*"))
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=100, deadline=None)
 @given(data=st.data())
 def test_mutated_folders_raise_only_our_errors(data: st.DataObject, tmp_path_factory: pytest.TempPathFactory) -> None:
     """Any bytes changed or cut anywhere: one of our errors and nothing written, or a whole output that verifies."""
     folder = tmp_path_factory.mktemp("mutated")
-    make = data.draw(st.sampled_from([models.gptq, models.awq]))
-    source = make(folder / "in", count=2, shards=data.draw(st.sampled_from([1, 2])))
+    kind, shards = data.draw(st.sampled_from(models.FORMATS)), data.draw(st.sampled_from([1, 2]))
+    source = models.of_format(folder / "in", kind, shards=shards)
     names = sorted(p.name for p in source.iterdir() if p.suffix in (".json", ".safetensors") and "token" not in p.name)
     path = source / data.draw(st.sampled_from(names))
     raw = bytearray(path.read_bytes())

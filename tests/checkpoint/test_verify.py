@@ -95,6 +95,17 @@ def test_a_report_that_is_none(tmp_path: Path) -> None:
         verify(tmp_path / "out")
 
 
+@pytest.mark.parametrize("kind", models.FORMATS)
+def test_every_format_repacks_verifies_and_dequantises(tmp_path: Path, kind: str) -> None:
+    source = models.of_format(tmp_path / "in", kind)
+    repack(source, tmp_path / "out")
+    dequantize(source, tmp_path / "plain")
+    for other in (None, tmp_path / "out", tmp_path / "plain"):
+        result = verify(source, other)
+        assert result["ok"], result["mismatches"]
+        assert result["modules"] == 2
+
+
 @pytest.mark.parametrize("source", models.REAL, ids=lambda p: p.name)
 def test_real_checkpoints_are_consistent(source: Path) -> None:
     result = verify(source)

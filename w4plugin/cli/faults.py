@@ -37,7 +37,7 @@ class Faults(click.Group):
         except MemoryError:
             _tell(ctx, StorageError("memory", got="none left", wanted="a few of the largest layers' size"))
         except KeyboardInterrupt:
-            click.echo("\ninterrupted; the same command resumes", err=True)
+            click.echo("\ninterrupted; a verb that writes resumes when the same command is run again", err=True)
             ctx.exit(INTERRUPTED)
         except (click.ClickException, click.exceptions.Exit, click.Abort):
             raise
