@@ -50,7 +50,7 @@ def test_compiles(arch: str, triton: str) -> None:
         assert line["shared"] <= SHARED[arch] * 1024, line
         if line["kernel"] == "hopper":
             # 128 sums a thread of the largest tiles leave the epilogue short of registers, outside the loop: 152 bytes
-            # with Triton 3.6, 304 with 3.9. The loader's 24 registers are short by 24 bytes where it fetches sixteen groups.
+            # with Triton 3.6, 304 with 3.9. The loader's 24 registers are 24 bytes short where it fetches 16 groups.
             largest = "bm=256" in line["variant"]
             assert line["stack"] <= (304 if largest else 24), f"spills: {line}"
             assert line["wgmma" if "kind='wide'" in line["variant"] else "mma.sync"] > 0, line
