@@ -64,8 +64,8 @@ def repack() -> str:
 
     lines = [
         f"{gigabytes(found['bytes'])} of AWQ GEMM to GPTQ v2 on {machine['cores']} cores ({machine['cpu']}): "
-        f"{told('at once')} (medians of {found['rounds']} rounds). On a virtual machine whose freed memory has gone back "
-        f"to its host, seconds later: {told('after a pause')}."
+        f"{told('at once')} (medians of {found['rounds']} rounds). On a virtual machine whose freed memory has gone "
+        f"back to its host, seconds later: {told('after a pause')}."
     ]
     if "peer" in found:
         peer, ours = found["peer"], found["to_compressed_tensors_seconds"]["median"]
