@@ -4,8 +4,9 @@ The copy and the repack alternate. Each begins right after the files of its last
 the same files from the page cache, and ends with its bytes on the disk. Times are the work itself; the start of Python
 and torch, a second, is in the wall time beside it.
 
-Each begins at once after the deletion, and one round goes uncounted before the others: a virtual machine may give freed
-memory back to its host (free page reporting), and then pays up to a second for every gigabyte that it touches again.
+A virtual machine may give freed memory back to its host (free page reporting, after two seconds) and then pays up to a
+second for every gigabyte that it touches again. So each pair is measured twice: at once after the deletion, and
+``--pause`` seconds later. One round goes uncounted before the others.
 """
 
 from __future__ import annotations
@@ -148,10 +149,11 @@ def made(kind: str, folder: Path, count: int) -> int:
     return sum(p.stat().st_size for p in folder.iterdir())
 
 
-def copied(source: Path, target: Path) -> float:
+def copied(source: Path, target: Path, pause: float) -> float:
     """Seconds of ``cp -r`` followed by ``sync``."""
     shutil.rmtree(target, ignore_errors=True)
     os.sync()
+    time.sleep(pause)
     started = time.monotonic()
     subprocess.run(["cp", "-r", source, target], check=True)
     os.sync()
@@ -173,7 +175,7 @@ print(repack(sys.argv[1], Request(Path(sys.argv[2])))["seconds"])
 """
 
 
-def repacked(source: Path, target: Path) -> float:
+def repacked(source: Path, target: Path, pause: float) -> float:
     """Seconds of one repack, in a process that has started already, as ``cp`` nearly has."""
     command = [sys.executable, "-c", WORKER, str(source), str(target)]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as worker:
@@ -182,6 +184,7 @@ def repacked(source: Path, target: Path) -> float:
         worker.stdout.readline()
         shutil.rmtree(target, ignore_errors=True)
         os.sync()
+        time.sleep(pause)
         worker.stdin.write("go\n")
         worker.stdin.flush()
         return float(worker.stdout.readline())
@@ -218,7 +221,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--out", type=Path, default=Path("benchmarks/repack.json"))
     parser.add_argument("--scratch", type=Path, default=Path(tempfile.gettempdir()) / "w4plugin-bench")
-    parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--pause", type=float, default=5.0)
     parser.add_argument("--layers", type=int, nargs=2, default=[15, 45], help="of the two synthetic models")
     parser.add_argument("--peer", help="python of an environment with compressed-tensors")
     parser.add_argument("--alone", action="store_true", help="no peer")
@@ -232,12 +236,13 @@ def main() -> None:
     shutil.rmtree(scratch, ignore_errors=True)
     load = os.getloadavg()[0]
     size = made("awq", scratch / "small", options.layers[0])
-    pairs = []
-    for _ in range(options.rounds + 1):
-        copy = copied(scratch / "small", scratch / "copy")
-        pairs.append((copy, repacked(scratch / "small", scratch / "out")))
-        print(f"copy {copy:.2f} s, repack {pairs[-1][1]:.2f} s", file=sys.stderr, flush=True)
-    pairs = pairs[1:]
+    pairs: dict[str, list[tuple[float, float]]] = {"at once": [], "after a pause": []}
+    for counted in range(options.rounds + 1):
+        for kind, pause in (("at once", 0.0), ("after a pause", options.pause)):
+            copy = copied(scratch / "small", scratch / "copy", pause)
+            seconds = repacked(scratch / "small", scratch / "out", pause)
+            pairs[kind] += [(copy, seconds)] if counted else []
+            print(f"{kind}: copy {copy:.2f} s, repack {seconds:.2f} s", file=sys.stderr, flush=True)
     whole = [commanded(scratch / "small", scratch / "out") for _ in range(3)]
     to_ct = [commanded(scratch / "small", scratch / "out", "--to", "compressed-tensors") for _ in range(3)]
     result: dict[str, Any] = {
@@ -258,12 +263,13 @@ def main() -> None:
         "bytes": size,
         "rounds": options.rounds,
     }
-    result |= {
-        "copy_and_sync_seconds": _spread([copy for copy, _ in pairs]),
-        "repack_seconds": _spread([seconds for _, seconds in pairs]),
-        "repack_mb_per_second": round(size / statistics.median(seconds for _, seconds in pairs) / 1e6),
-        "speed_as_share_of_copy": _spread([copy / seconds for copy, seconds in pairs]),
-    }
+    for kind, found in pairs.items():
+        result[kind] = {
+            "copy_and_sync_seconds": _spread([copy for copy, _ in found]),
+            "repack_seconds": _spread([seconds for _, seconds in found]),
+            "repack_mb_per_second": round(size / statistics.median(seconds for _, seconds in found) / 1e6),
+            "speed_as_share_of_copy": _spread([copy / seconds for copy, seconds in found]),
+        }
     result["command_wall_seconds"] = _spread([r["wall"] for r in whole])
     result["to_compressed_tensors_seconds"] = _spread([r["seconds"] for r in to_ct])
     if options.peer:
