@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import ctypes
+import errno
 import fcntl
 import os
 import shutil
@@ -273,6 +275,38 @@ def test_what_the_system_says_is_passed_on(tmp_path: Path, monkeypatch: pytest.M
         (tmp_path / "out.partial").rename(tmp_path / "elsewhere")
     monkeypatch.undo()
     repack(source, tmp_path / "out")
+
+
+def test_a_file_system_that_cannot_claim_blocks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    source = models.gptq(tmp_path / "in", count=2)
+    repack(source, tmp_path / "usual")
+
+    class Libc:
+        renameat2 = None
+
+        @staticmethod
+        def fallocate(*_: object) -> int:
+            ctypes.set_errno(refusal)
+            return -1
+
+    monkeypatch.setattr(ctypes, "CDLL", lambda *_, **__: Libc)
+    refusal = errno.EOPNOTSUPP
+    repack(source, tmp_path / "plain")
+    assert models.contents(tmp_path / "usual") == models.contents(tmp_path / "plain")
+    refusal = errno.ENOSPC
+    with pytest.raises(StorageError, match="No space left on device"):
+        repack(source, tmp_path / "full")
+
+
+def test_writes_longer_than_a_piece_and_cut_short(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(disk, "PIECE", 64)
+    data = os.urandom(1000)
+    whole = os.pwrite
+    monkeypatch.setattr(os, "pwrite", lambda fd, block, at: whole(fd, block[:37], at))
+    descriptor = disk.create(tmp_path / "x", 1100)
+    disk.write_at(tmp_path / "x", descriptor, memoryview(data), 100)
+    os.close(descriptor)
+    assert (tmp_path / "x").read_bytes() == bytes(100) + data
 
 
 def test_an_unreadable_input_leaves_no_partial_folder(tmp_path: Path) -> None:

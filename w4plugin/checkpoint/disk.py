@@ -30,22 +30,41 @@ def storage(path: Path, doing: str) -> Iterator[None]:
 
 
 def create(path: Path, size: int = 0) -> int:
-    """A new file of ``size`` bytes, open for reading and writing; an older one of that name is replaced."""
+    """A new file of ``size`` bytes, open for reading and writing; an older one of that name is replaced.
+
+    The disk's blocks are claimed at once where the file system can: a full disk shows here, and writing is faster.
+    """
     with storage(path, "create it"):
         descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW | os.O_CLOEXEC, 0o666)
         try:
-            os.ftruncate(descriptor, size)
+            _claim(descriptor, size)
         except OSError:
             os.close(descriptor)
             raise
         return descriptor
 
 
+def _claim(descriptor: int, size: int) -> None:
+    # not os.posix_fallocate: where the file system cannot, it writes into every block instead
+    libc = ctypes.CDLL(None, use_errno=True)
+    if size and libc.fallocate(descriptor, 0, ctypes.c_long(0), ctypes.c_long(size)):
+        code = ctypes.get_errno()
+        if code not in (errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL):
+            raise OSError(code, os.strerror(code))
+        os.ftruncate(descriptor, size)
+
+
+PIECE = 256 << 10
+"""Bytes of one write. Larger ones make the page cache take larger runs of free memory, which on a virtual machine are
+those that went back to the host: from 512 KB on, two gigabytes took between the same time and five times as long (ext4,
+Linux 6.18). Smaller ones cost calls."""
+
+
 def write_at(path: Path, descriptor: int, data: memoryview, offset: int) -> None:
     """All of ``data`` at ``offset``; a write that the system cuts short is continued."""
     with storage(path, f"write {len(data)} bytes"):
         while len(data):
-            done = os.pwrite(descriptor, data, offset)
+            done = os.pwrite(descriptor, data[: PIECE - offset % PIECE], offset)
             data, offset = data[done:], offset + done
 
 
