@@ -79,7 +79,7 @@ CASES: dict[str, tuple[Callable[[Path], None], str]] = {
     "NaN scales": (_edit(_nan), rf"{LAYER}.*scales.*NaN"),
     "g_idx out of range": (_edit(_group_beyond), rf"{LAYER}.*g_idx"),
     "a layer that the file lacks": (_edit(_no_layer), rf"{LAYER}"),
-    "packed experts": (_edit(_experts), r"mlp\.experts\.0\.down_proj.*dequantize"),
+    "an expert without its gate": (_edit(_experts), r"mlp\.experts\.0: got no gate projection"),
     "a missing shard": (_missing_shard, r"model-2\.safetensors"),
     "a truncated file": (_truncated, r"model\.safetensors"),
     "more layers than the config": (lambda f: edit_config(f, num_hidden_layers=1), r"layers\.1\..*config\.json"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import torch
@@ -13,6 +14,7 @@ from vllm.model_executor.models.utils import WeightsMapper
 from w4plugin.errors import CorruptError, UnsupportedError
 from w4plugin.quant_config import QuantConfig
 from w4plugin.runtime.vllm import claim, versions
+from w4plugin.runtime.vllm.experts import DequantizedExpertsMethod, W4ExpertsMethod, check_layer
 from w4plugin.runtime.vllm.inventory import Inventory, Part
 from w4plugin.runtime.vllm.linear import W4LinearMethod
 
@@ -64,6 +66,11 @@ class W4Config(QuantizationConfig):
         """All tensors, act-order indices included, which vLLM's own mapper drops."""
         return WeightsMapper()
 
+    def get_cache_scale_mapper(self) -> WeightsMapper:
+        """vLLM's own names for KV-cache scales, and ours for what its model would not find; every loader asks."""
+        renames = {re.compile(p): name for p, name in (self.inventory.renames if self.inventory else {}).items()}
+        return QuantizationConfig.get_cache_scale_mapper() | WeightsMapper(orig_to_new_regex=renames)
+
     def maybe_update_config(self, model_name: str, hf_config: Any = None, revision: str | None = None) -> None:
         """Read the checkpoint's headers; vLLM calls this while it checks its arguments, before any engine starts."""
         revision = revision or getattr(hf_config, "_commit_hash", None)
@@ -97,8 +104,25 @@ class W4Config(QuantizationConfig):
         if isinstance(layer, VocabParallelEmbedding):
             self._refuse_packed(prefix, "an embedding packed in 4 bits", "a plain embedding")
         elif versions.is_routed_experts(layer):
-            self._refuse_packed(prefix, "experts packed in 4 bits", "plain experts")
+            return self._experts_method(layer, prefix)
         return None
+
+    def _experts_method(self, layer: torch.nn.Module, prefix: str) -> QuantizeMethodBase | None:
+        """Ours for experts of which any is packed; None for plain ones, which stay vLLM's."""
+        inventory = self._opened()
+        mixture = inventory.mixture(prefix)
+        if mixture is None and inventory.expects_experts(prefix):
+            raise CorruptError(
+                prefix,
+                got="no experts for this layer",
+                wanted="its packed experts, as in the other layers",
+                todo="config.json asks for more layers than the checkpoint has",
+            )
+        if mixture is None or not mixture.packed:
+            return None
+        check_layer(mixture, layer.moe_config)
+        method = DequantizedExpertsMethod if mixture.strangers else W4ExpertsMethod
+        return method(inventory, mixture, layer.moe_config)
 
     def _linear_method(self, prefix: str) -> W4LinearMethod | None:
         """Ours for a layer with a packed weight; None for a plain layer, which stays vLLM's."""

@@ -10,7 +10,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any
 
 import torch
 
@@ -20,37 +20,14 @@ from w4plugin.errors import CorruptError, UnsupportedError
 from w4plugin.formats import other_widths
 from w4plugin.formats.format import Module
 from w4plugin.quant_config import QuantConfig
-from w4plugin.runtime.vllm import versions
+from w4plugin.runtime.vllm import mixture, versions
+from w4plugin.runtime.vllm.mixture import Mixture
+from w4plugin.runtime.vllm.part import Kind, Part
 
-Kind = Literal["int4", "wide", "plain", "absent"]
+__all__ = ["Inventory", "Part"]
 
 _NUMBER = re.compile(r"\.\d+(?=\.|$)")
-_EXPERT = re.compile(r"\.experts\.")
 _LAYER = re.compile(r"(?:language_model\.)?(?:model\.)?(?:language_model\.)?layers\.(\d+)\.")
-
-
-@dataclass(frozen=True)
-class Part:
-    """One weight of the checkpoint in a layer of vLLM.
-
-    Attributes:
-        name: the module's name in the checkpoint.
-        kind: "int4" packed in four bits, "wide" packed in another width, "plain" a floating-point weight, "absent".
-        module: of a packed part.
-        shape: (N, K) of a plain part.
-        dtypes: of each tensor that makes up the weight, by suffix; the bias is not among them, it is the layer's.
-    """
-
-    name: str
-    kind: Kind
-    module: Module | None = None
-    shape: tuple[int, ...] = ()
-    dtypes: Mapping[str, torch.dtype] = field(default_factory=dict)
-
-    @property
-    def N(self) -> int:  # noqa: N802
-        """out_features, 0 when absent."""
-        return self.module.N if self.module is not None else self.shape[0] if self.shape else 0
 
 
 @dataclass
@@ -65,6 +42,8 @@ class Inventory:
         config: what the checkpoint's config files say.
         parts: by vLLM name, the packed modules and the plain weights.
         biases: checkpoint names of the modules that have a ``bias`` in the file.
+        mixed_experts: what becomes of layers whose experts are not all packed, "refuse" or "dequantize".
+        renames: pattern of a tensor's name to what it becomes, where the file has other names than vLLM's model reads.
     """
 
     model: str
@@ -74,6 +53,8 @@ class Inventory:
     config: QuantConfig
     parts: dict[str, Part] = field(default_factory=dict)
     biases: frozenset[str] = frozenset()
+    mixed_experts: str = "refuse"
+    renames: dict[str, str] = field(default_factory=dict)
 
     @staticmethod
     def open(model: str, revision: str | None) -> Inventory:
@@ -86,6 +67,7 @@ class Inventory:
         checkpoint = _open(model, revision, cache)
         census = checkpoint.census
         found = Inventory(model, revision, cache, bool(checkpoint.source.remote), checkpoint.quant_config)
+        found.mixed_experts = mixture.policy()
         found.biases = frozenset(n.removesuffix(".bias") for n in checkpoint.headers if n.endswith(".bias"))
         kinds: list[tuple[Kind, tuple[Module, ...]]] = [("int4", census.modules), ("wide", census.other_width)]
         for kind, modules in kinds:
@@ -95,9 +77,15 @@ class Inventory:
                 found.parts[module.name] = Part(module.name, kind, module, dtypes=dtypes)
         for name, header in checkpoint.headers.items():
             owner, _, suffix = name.rpartition(".")
-            if suffix == "weight" and owner not in found.parts and len(header.shape) == 2:
+            stack = len(header.shape) == 3 and mixture.layer_of(owner if suffix == "weight" else name) is not None
+            if suffix == "weight" and owner not in found.parts and (len(header.shape) == 2 or stack):
                 dtypes = {"weight": TORCH_DTYPE[header.dtype]}
                 found.parts[owner] = Part(owner, "plain", shape=tuple(header.shape), dtypes=dtypes)
+            elif stack and suffix in mixture.SHARDS:  # a parameter of its own, as newer models keep plain experts
+                found.parts[name] = Part(name, "plain", shape=tuple(header.shape))
+        found.renames = versions.renames(checkpoint.config.get("model_type"), found.parts)
+        for pattern, name in found.renames.items():
+            found.parts = {re.sub(pattern, name, known): part for known, part in found.parts.items()}
         for note in (*checkpoint.notes, *census.notes):
             if note.level != "info":
                 versions.logger().warning("%s", note)
@@ -131,6 +119,16 @@ class Inventory:
         """Checkpoint names of the packed modules below a vLLM module."""
         return [p.name for n, p in self.parts.items() if p.module is not None and n.startswith(prefix + ".")]
 
+    def mixture(self, prefix: str) -> Mixture | None:
+        """The experts of a vLLM layer, None when the checkpoint has none for it."""
+        parts = {n.removeprefix(f"{prefix}."): p for n, p in self.parts.items() if n.startswith(f"{prefix}.")}
+        return Mixture(prefix, parts) if parts else None
+
+    def expects_experts(self, prefix: str) -> bool:
+        """True when other layers of this kind have packed experts in the checkpoint."""
+        pattern = _NUMBER.sub(".*", prefix)
+        return any(m.packed and _NUMBER.sub(".*", m.layer) == pattern for m in mixture.mixtures(self.parts))
+
     def tensor(self, name: str) -> torch.Tensor:
         """One tensor of the file, by its full name there."""
         key = (self.model, self.revision, self.cache)
@@ -144,8 +142,9 @@ class Inventory:
         """What the headers alone rule out, before an engine starts.
 
         Raises:
-            UnsupportedError: no 4-bit module at all, a width that cannot be made plain, or packed experts.
-            CorruptError: more layers than config.json has.
+            UnsupportedError: no 4-bit module at all, a width that cannot be made plain, or experts that cannot
+                run together.
+            CorruptError: more layers or experts than config.json has, or a missing expert.
         """
         if not any(part.kind == "int4" for part in self.parts.values()):
             raise UnsupportedError(
@@ -162,13 +161,9 @@ class Inventory:
                     wanted="4 bits, or another width in GPTQ's layout",
                     todo="serve it with a method that has kernels for that width",
                 )
-            if part.module is not None and _EXPERT.search(part.name):
-                raise UnsupportedError(
-                    part.name,
-                    got="experts packed in 4 bits",
-                    wanted="plain experts",
-                    todo="`w4plugin dequantize` makes a plain checkpoint of this one",
-                )
+        for layer in mixture.mixtures(self.parts):
+            if layer.packed:
+                layer.check(mixture.stated_count(hf_config), self.mixed_experts)
         self._refuse_more_layers(hf_config)
 
     def _refuse_more_layers(self, hf_config: Any) -> None:

@@ -167,8 +167,9 @@ def _register(layer: Layer, weight: Prepared | Tensor, index: int) -> Piece:
 
 
 def backends(model: Layer) -> dict[str, int]:
-    """Kernel backend of every multiplication of a loaded model, counted; for ``LLM.apply_model``."""
+    """Kernel backend of every multiplication and layer of experts, counted; for ``LLM.apply_model``."""
     counts: Counter[str] = Counter()
     for layer in model.modules():
         counts.update(piece.backend or "plain weight" for piece in getattr(layer, "w4_pieces", ()))
+        counts.update(f"{backend} experts" for backend in [getattr(layer, "w4_experts", None)] if backend)
     return dict(counts)

@@ -7,7 +7,7 @@ its last weight is there: memory holds what is ready and what is incomplete, nev
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -20,6 +20,7 @@ from w4plugin.formats.registry import read_module
 from w4plugin.kernels import Prepared, prepare
 from w4plugin.note import Note
 from w4plugin.packing import NIBBLES
+from w4plugin.quant_config import QuantConfig
 from w4plugin.runtime.vllm import placement, versions
 from w4plugin.runtime.vllm.inventory import Inventory, Part
 from w4plugin.runtime.vllm.placement import ShardId
@@ -107,7 +108,7 @@ class Loading:
         raise UnsupportedError(self.prefix, got=f"a weight for its shard {shard_id!r}", wanted=f"one of {names}")
 
     def _share(self, part: Part, tensors: dict[str, Tensor], shard_id: ShardId) -> Share:
-        weight = self._decoded(part, tensors)
+        weight = decode(part, tensors, self.inventory.config, self.dtype)
         packed = isinstance(weight, W4Tensor)
         n, k = (weight.N, weight.K) if packed else weight.shape
         if k != self.k:
@@ -122,25 +123,6 @@ class Loading:
                 raise error.at(part.name) from error
         place = placement.columns(self.layer, self.loader, self.n_layer, n, shard_id, part.name)
         return Share(place.start, place.stop, placement.cut(weight, place.source))
-
-    def _decoded(self, part: Part, tensors: dict[str, Tensor]) -> W4Tensor | Tensor:
-        """A weight as its tensors say: packed, or plain ``[N, K]`` in the layer's dtype."""
-        if part.module is None:
-            return tensors["weight"].to(self.dtype)
-        if part.kind == "wide":
-            plain = other_widths.dequantize(part.module, tensors, self.inventory.config, self.dtype)
-            _report(plain.notes)
-            return plain.weight
-        decoded = read_module(part.module, tensors, self.inventory.config)
-        _report(decoded.notes)
-        if decoded.unfilled:
-            raise CorruptError(
-                part.name,
-                got="codes and scales that are all 0",
-                wanted="a layer that was filled before it was saved",
-                todo="quantise the model again; this layer would multiply everything to 0",
-            )
-        return decoded.weight
 
     def _prepare(self) -> None:
         """Put the complete layer into as few multiplications as its weights allow."""
@@ -201,6 +183,30 @@ class Loading:
         groups = -(-self.k_layer // size)
         scales = torch.full((groups, self.n_layer), 1e-3, dtype=torch.float16, device=self.device)
         return [prepare(W4Tensor(codes, scales, None, None, size), dtype=self.dtype, device=self.device)]
+
+
+def decode(part: Part, tensors: Mapping[str, Tensor], config: QuantConfig, dtype: torch.dtype) -> W4Tensor | Tensor:
+    """A weight as its tensors say: packed, or plain ``[N, K]`` in the layer's dtype.
+
+    Raises:
+        CorruptError, UnsupportedError: they contradict each other, or were never filled.
+    """
+    if part.module is None:
+        return tensors["weight"].to(dtype)
+    if part.kind == "wide":
+        plain = other_widths.dequantize(part.module, tensors, config, dtype)
+        _report(plain.notes)
+        return plain.weight
+    decoded = read_module(part.module, tensors, config)
+    _report(decoded.notes)
+    if decoded.unfilled:
+        raise CorruptError(
+            part.name,
+            got="codes and scales that are all 0",
+            wanted="a layer that was filled before it was saved",
+            todo="quantise the model again; this layer would multiply everything to 0",
+        )
+    return decoded.weight
 
 
 def _merged(shares: list[Share]) -> W4Tensor | Tensor:

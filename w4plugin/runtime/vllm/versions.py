@@ -7,8 +7,12 @@ from __future__ import annotations
 
 import functools
 import importlib.metadata
+import re
 import sys
+from collections.abc import Iterable
 from typing import Any
+
+from w4plugin.errors import UnsupportedError
 
 NAME = "w4plugin"
 """The quantisation method's name in vLLM, and the logger's."""
@@ -77,6 +81,62 @@ def is_routed_experts(layer: Any) -> bool:
     from vllm.model_executor.layers.fused_moe import RoutedExperts
 
     return isinstance(layer, RoutedExperts)
+
+
+ACTIVATIONS = ("silu", "gelu", "gelu_tanh")
+"""What the operator computes between an expert's projections, in its words and vLLM's."""
+
+
+def activation_of_experts(layer: Any, where: str) -> str:
+    """The activation between the projections of a layer's experts, by the operator's name.
+
+    Raises:
+        UnsupportedError: the operator has none like it.
+    """
+    found = str(getattr(layer.activation, "value", layer.activation))
+    bounds = [f"{name} = {value}" for name in _BOUNDS if (value := getattr(layer, name, None)) is not None]
+    if found not in ACTIVATIONS or bounds or not layer.moe_config.is_act_and_mul:
+        raise UnsupportedError(
+            where,
+            got=f"experts with the activation {', '.join([found, *bounds])}",
+            wanted=f"gate and up with {' | '.join(ACTIVATIONS)}",
+            todo="`w4plugin dequantize` makes a plain checkpoint of this one",
+        )
+    return found
+
+
+RENAMES = {
+    "mixtral": {
+        r"\.mlp\.experts\.(\d+)\.gate_proj(?=\.|$)": r".block_sparse_moe.experts.\1.w1",
+        r"\.mlp\.experts\.(\d+)\.up_proj(?=\.|$)": r".block_sparse_moe.experts.\1.w3",
+        r"\.mlp\.experts\.(\d+)\.down_proj(?=\.|$)": r".block_sparse_moe.experts.\1.w2",
+        r"\.mlp\.gate(?=\.|$)": r".block_sparse_moe.gate",
+    },
+}
+"""By model type, names that quantisers save under Transformers 5, and what vLLM's model reads instead."""
+
+
+def renames(model_type: Any, names: Iterable[str]) -> dict[str, str]:
+    """Those of RENAMES that a checkpoint with these modules needs."""
+    patterns = RENAMES.get(str(model_type), {})
+    return patterns if any(re.search(p, name) for p in patterns for name in names) else {}
+
+
+_BOUNDS = ("swiglu_limit", "swiglu_alpha", "swiglu_beta")
+
+
+def experts_of_rank(layer: Any) -> dict[int, int]:
+    """This rank's experts, their number in the model to their place here."""
+    places = {e: int(layer._map_global_expert_id_to_local_expert_id(e)) for e in range(layer.global_num_experts)}
+    return {e: place for e, place in places.items() if place >= 0}
+
+
+def expert_map(layer: Any) -> Any:
+    """int32 ``[experts of the model]``, the place of each on this rank or -1; None when all are here.
+
+    vLLM's own property may answer with another thing, a mask, on ROCm.
+    """
+    return layer._expert_map
 
 
 def engine_arguments() -> Any:
