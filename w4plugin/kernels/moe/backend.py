@@ -68,11 +68,15 @@ class PreparedExperts:
 
 @dataclass(frozen=True, eq=False)
 class Kept:
-    """Both weights' groups as they came, and the orders that ``prepare`` put rows into (int32 ``[E, K']``, -1 a row
-    of padding; None where rows stayed)."""
+    """What a prepared order does not hold.
 
-    gate_up: Groups
-    down: Groups
+    Attributes:
+        gate_up, down: groups as they came, None where they did not change.
+        gate_up_order, down_order: the row in each place, int64 ``[E, K']``, -1 for padding; None where rows stayed.
+    """
+
+    gate_up: Groups | None
+    down: Groups | None
     gate_up_order: Tensor | None
     down_order: Tensor | None
 

@@ -16,11 +16,11 @@ from torch import Tensor
 from w4plugin.errors import UnsupportedError, UsageError
 from w4plugin.kernels.backend import Target
 from w4plugin.kernels.device import target
-from w4plugin.kernels.moe import plain
+from w4plugin.kernels.moe import plain, portable
 from w4plugin.kernels.moe.backend import GATED, PLAIN, Call, ExpertsBackend, PreparedExperts
 from w4plugin.tensor import W4Tensor
 
-EXPERTS_BACKENDS: tuple[ExpertsBackend, ...] = (plain.BACKEND,)
+EXPERTS_BACKENDS: tuple[ExpertsBackend, ...] = (portable.BACKEND, plain.BACKEND)
 """The first that gives no reason against itself is taken."""
 
 SCHEMA = (
