@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import json
+import sys
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -21,6 +22,8 @@ from w4plugin.runtime.vllm.config import W4Config
 ASKED = (
     "vllm.distributed",
     "vllm.distributed.parallel_state",
+    "vllm.model_executor.layers.fused_moe.config",
+    "vllm.model_executor.layers.fused_moe.layer",
     "vllm.model_executor.layers.linear",
     "vllm.model_executor.layers.vocab_parallel_embedding",
     "vllm.model_executor.parameter",
@@ -30,7 +33,10 @@ ASKED = (
 
 if not platforms.current_platform.device_type:
     # a CUDA build on a machine without a GPU: its layers can be made, if it takes the machine for what it is
-    platforms._current_platform = CpuPlatform()
+    unknown, platforms._current_platform = platforms.current_platform, CpuPlatform()
+    for module in [m for name, m in sys.modules.items() if name.startswith("vllm.")]:
+        if vars(module).get("current_platform") is unknown:  # imported above
+            module.current_platform = platforms._current_platform
 
 
 @contextmanager

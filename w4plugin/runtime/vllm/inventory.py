@@ -163,7 +163,7 @@ class Inventory:
                 )
         for layer in mixture.mixtures(self.parts):
             if layer.packed:
-                layer.check(mixture.stated_count(hf_config), self.mixed_experts)
+                layer.check(mixture.stated_count(hf_config), self.mixed_experts, versions.ranks_of_an_expert())
         self._refuse_more_layers(hf_config)
 
     def _refuse_more_layers(self, hf_config: Any) -> None:

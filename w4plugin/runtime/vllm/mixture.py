@@ -139,12 +139,13 @@ class Mixture:
                     found[e, shard] = name
         return found
 
-    def check(self, count: int | None, mixed: str) -> None:
+    def check(self, count: int | None, mixed: str, ranks: int = 1) -> None:
         """What headers can tell against serving this layer.
 
         Args:
             count: experts a layer by the model's config.
             mixed: value of W4PLUGIN_MIXED_EXPERTS.
+            ranks: how many share each expert.
 
         Raises:
             CorruptError: an expert or a weight is missing, of another size than the others', or one too many.
@@ -153,6 +154,14 @@ class Mixture:
         table = self.table()
         self._check_presence(table, count)
         self._check_sizes(table)
+        inner = self.sizes()[1]
+        if inner % ranks:
+            raise UnsupportedError(
+                next(part.name for part in self.parts.values()),
+                got=f"{inner} inner features on {ranks} ranks",
+                wanted="as many on each",
+                todo="choose another --tensor-parallel-size, or --enable-expert-parallel, which keeps experts whole",
+            )
         if self.strangers:
             self._check_strangers(mixed)
         else:

@@ -222,7 +222,7 @@ class Stacking:
 
 
 def check_sizes(mixture: Mixture, hidden: int, inner: int, ranks: int) -> None:
-    """That the experts in the file are those of the architecture, and divide by the number of ranks.
+    """That the experts in the file are those of the architecture.
 
     Args:
         hidden: features of the layer.
@@ -231,17 +231,9 @@ def check_sizes(mixture: Mixture, hidden: int, inner: int, ranks: int) -> None:
 
     Raises:
         CorruptError: they are of other sizes.
-        UnsupportedError: they do not divide.
     """
     found = mixture.sizes()
     name = next(part.name for part in mixture.parts.values())
-    if found[0] == hidden and found[1] // ranks == inner and found[1] % ranks:
-        raise UnsupportedError(
-            name,
-            got=f"{found[1]} inner features on {ranks} ranks",
-            wanted="as many on each",
-            todo="choose another --tensor-parallel-size, or --enable-expert-parallel, which keeps experts whole",
-        )
     if found != (hidden, inner * ranks):
         raise CorruptError(
             name,

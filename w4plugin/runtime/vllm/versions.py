@@ -161,6 +161,11 @@ def tensor_parallel_size() -> int:
     return int(getattr(engine_arguments(), "tensor_parallel_size", None) or 1)
 
 
+def ranks_of_an_expert() -> int:
+    """How many ranks of the engine that is being configured share each expert: one where experts stay whole."""
+    return 1 if getattr(engine_arguments(), "enable_expert_parallel", False) else tensor_parallel_size()
+
+
 def download_folder() -> str | None:
     """``--download-dir`` of the engine that is being configured."""
     return getattr(engine_arguments(), "download_dir", None)
