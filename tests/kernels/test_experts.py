@@ -73,7 +73,12 @@ LARGE = [
 @pytest.mark.parametrize("dtype", [F16, BF16], ids=str)
 @pytest.mark.parametrize("layer", SMALL, ids=str)
 def test_small_sizes(layer: Layer, dtype: torch.dtype, device: torch.device) -> None:
-    run(layer, [1, 5, 40], 2, dtype, device)
+    run(layer, [5] if device.type == "cpu" else [1, 5, 40], 2, dtype, device)
+
+
+@pytest.mark.parametrize("layer", [SMALL[0], SMALL[3], SMALL[8], SMALL[10]], ids=str)
+def test_sorted_tokens(layer: Layer, device: torch.device) -> None:
+    run(layer, [40], 2, F16, device)
 
 
 def test_float32_activations(device: torch.device) -> None:
@@ -99,7 +104,7 @@ def test_integers_are_exact(order: str | None, dtype: torch.dtype, device: torch
     g = torch.Generator().manual_seed(0)
     for name in expert_backends(device, dtype, s):
         p = kernels.prepare_experts(up, down, dtype=dtype, backend=name, gated=False)
-        for t in (1, 9, 40):
+        for t in (1, 9) if device.type == "cpu" else (1, 9, 40):
             x = torch.zeros(t, 64, dtype=dtype)
             x[torch.arange(t), torch.randint(0, 64, (t,), generator=g)] = 1
             x = x.to(device)
@@ -210,7 +215,7 @@ def test_nan_of_an_absent_row_stays_away(device: torch.device) -> None:
 def test_twice_the_same_bits(device: torch.device) -> None:
     layer = Layer(16, 1024, 512) if device.type == "cuda" else Layer(4, 64, 64, 32)
     s = expert_sample(layer, device)
-    for name, t in itertools.product(expert_backends(device, F16, s), (1, 7, 50)):
+    for name, t in itertools.product(expert_backends(device, F16, s), (1, 40)):
         x = activations(t, layer.hidden, F16, device)
         weights, ids = routing(t, 3, layer.experts, device)
         p = kernels.prepare_experts(s.gate_up, s.down, dtype=F16, backend=name)
@@ -223,7 +228,7 @@ def test_all_tokens_at_one_expert(device: torch.device) -> None:
     """The worst balance: one expert gets everything, the others nothing."""
     layer = Layer(5, 64, 64, 32)
     s = expert_sample(layer, device)
-    for t in (1, 33, 150):
+    for t in (1, 70):
         x = activations(t, 64, F16, device)
         ids = torch.full((t, 1), 3, dtype=torch.int64, device=device)
         weights = torch.ones(t, 1, device=device)

@@ -85,8 +85,8 @@ def place_kernel(
     total = tl.zeros((E,), tl.int32)
     before = tl.zeros((E,), tl.int32)
     if chunks == 1:
-        e = local_expert(ids_ptr, map_ptr, tl.arange(0, CHUNK), P, known, held, MAPPED)
-        total += tl.histogram(tl.where(e >= 0, e, E - 1), E)
+        all_of = local_expert(ids_ptr, map_ptr, tl.arange(0, CHUNK), P, known, held, MAPPED)
+        total += tl.histogram(tl.where(all_of >= 0, all_of, E - 1), E)
     else:
         o_c = tl.arange(0, 16)
         for c in tl.range(0, chunks, 16):
@@ -105,7 +105,7 @@ def place_kernel(
         base = tl.gather(start + before, tl.maximum(e, 0), 0)
         # each pair's rank among its expert's in this chunk, by comparing it with the ones before it
         rank = tl.zeros((CHUNK,), tl.int32)
-        for j in tl.static_range(0, CHUNK, 32):
+        for j in tl.range(0, CHUNK, 32):
             o_j = j + tl.arange(0, 32)
             other = local_expert(ids_ptr, map_ptr, pid * CHUNK + o_j, P, known, held, MAPPED)
             same = (other[None, :] == e[:, None]) & (o_j[None, :] < o_p[:, None])
@@ -113,10 +113,10 @@ def place_kernel(
         tl.store(slots_ptr + base + rank, pair, mask=e >= 0)
     else:
         block = (pid - chunks) * BLOCKS + tl.arange(0, BLOCKS)
-        e = tl.sum((end[None, :] <= (block * BM)[:, None]).to(tl.int32), 1)
+        owner = tl.sum((end[None, :] <= (block * BM)[:, None]).to(tl.int32), 1)
         used = block * BM < tl.max(end, 0)
-        tl.store(experts_ptr + block, tl.where(used, e, -1), mask=block < most)
-        filled = tl.gather(start + total, tl.where(used, e, 0), 0)
+        tl.store(experts_ptr + block, tl.where(used, owner, -1), mask=block < most)
+        filled = tl.gather(start + total, tl.where(used, owner, 0), 0)
         slot = (block * BM)[:, None] + tl.arange(0, BM)[None, :]
         empty = used[:, None] & (slot >= filled[:, None]) & (block < most)[:, None]
         tl.store(slots_ptr + slot, tl.zeros((BLOCKS, BM), tl.int32) + P, mask=empty)
