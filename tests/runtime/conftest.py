@@ -2,4 +2,4 @@
 
 from importlib.util import find_spec
 
-collect_ignore = [host for host in ("vllm", "transformers") if not find_spec(host)]
+collect_ignore = [host for host in ("vllm", "transformers", "sglang") if not find_spec(host)]

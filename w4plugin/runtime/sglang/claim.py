@@ -1,0 +1,42 @@
+"""Which checkpoints this plugin takes, by ``W4PLUGIN_CLAIM`` as for vLLM.
+
+SGLang decides by ``quantization_config`` alone, before a plugin may know the model's files. So ``auto`` takes what
+SGLang's own classes refuse by that config; what they would misread for what is in the file needs
+``--quantization w4plugin``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from w4plugin.errors import W4Error
+from w4plugin.quant_config import QuantConfig
+from w4plugin.runtime.sglang import host
+from w4plugin.runtime.vllm.claim import METHODS, VARIABLE, policy
+
+
+def claims(hf_quant_cfg: Mapping[str, Any], user_quant: str | None) -> bool:
+    """Whether the checkpoint of this quantisation config is this plugin's; one log line says so and why.
+
+    Args:
+        hf_quant_cfg: ``quantization_config``, as SGLang read it.
+        user_quant: ``--quantization``, None without.
+    """
+    if user_quant is not None:
+        return user_quant == host.NAME
+    chosen = policy()
+    if chosen == "never":
+        return False
+    try:
+        config = QuantConfig.from_dict(hf_quant_cfg)
+    except W4Error as error:
+        host.logger.debug("not claimed: %s", error)
+        return False
+    if config.method not in METHODS or config.bits not in (None, 4):
+        return False
+    reason = f"{VARIABLE}=all" if chosen == "all" else host.refuses(hf_quant_cfg)
+    if reason is None:
+        return False
+    host.logger.info("w4plugin serves this checkpoint: %s", reason)
+    return True
