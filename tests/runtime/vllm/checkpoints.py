@@ -46,6 +46,14 @@ FORMATS: dict[str, tuple[Callable[[Truth], Tensors], Callable[[Truth], dict[str,
 """Tensors of a weight, and the config that goes with them."""
 
 
+ARCHITECTURES = {
+    "llama": "LlamaForCausalLM",
+    "phi3": "Phi3ForCausalLM",
+    "mixtral": "MixtralForCausalLM",
+    "qwen2_moe": "Qwen2MoeForCausalLM",
+}
+
+
 @dataclass(frozen=True)
 class Recipe:
     """How the weights of a model are quantised.
@@ -56,7 +64,7 @@ class Recipe:
         sym: no zero points.
         act_order: a random g_idx; "each" module its own, or "shared" by those with the same input.
         scale_dtype: of the stored scales.
-        skip: last names of modules that stay plain.
+        skip: names, or ends of names, of modules that stay plain.
         head: pack the head as well, in so many bits.
     """
 
@@ -71,7 +79,8 @@ class Recipe:
 
 @dataclass(frozen=True)
 class Shape:
-    """The model's architecture: a Llama, or a Phi-3, whose q, k, v and gate, up are fused in the file."""
+    """The model's architecture: a Llama, a Phi-3, whose q, k, v and gate, up are fused in the file, or a mixture of
+    experts, "mixtral" or "qwen2_moe" (with a shared expert), two of ``experts`` for a token."""
 
     hidden: int = 256
     inner: int = 512
@@ -82,6 +91,8 @@ class Shape:
     bias: bool = False
     tied: bool = False
     fused: bool = False
+    mixture: str = ""
+    experts: int = 4
     dtype: str = "float16"
     extra: dict[str, Any] = field(default_factory=dict)
 
@@ -99,20 +110,55 @@ class Shape:
                 "mlp.gate_up_proj": (2 * self.inner, h),
                 "mlp.down_proj": (h, self.inner),
             }
-        return {
+        attention = {
             "self_attn.q_proj": (self.heads * d, h),
             "self_attn.k_proj": (self.kv_heads * d, h),
             "self_attn.v_proj": (self.kv_heads * d, h),
             "self_attn.o_proj": (h, self.heads * d),
-            "mlp.gate_proj": (self.inner, h),
-            "mlp.up_proj": (self.inner, h),
-            "mlp.down_proj": (h, self.inner),
         }
+        gate, up, down = ("w1", "w3", "w2") if self.mixture == "mixtral" else ("gate_proj", "up_proj", "down_proj")
+        inner: dict[str, tuple[int, int]] = {}
+        for at in self._feed_forwards():
+            inner |= {f"{at}.{gate}": (self.inner, h), f"{at}.{up}": (self.inner, h), f"{at}.{down}": (h, self.inner)}
+        return attention | inner
+
+    def _feed_forwards(self) -> list[str]:
+        if self.mixture == "mixtral":
+            return [f"block_sparse_moe.experts.{e}" for e in range(self.experts)]
+        if self.mixture:
+            return [f"mlp.experts.{e}" for e in range(self.experts)] + ["mlp.shared_expert"]
+        return ["mlp"]
+
+    def biased(self) -> tuple[str, ...]:
+        """Ends of names of layers that have a bias."""
+        some = ("q_proj", "k_proj", "v_proj") if self.bias or self.mixture == "qwen2_moe" else ()
+        return (*some, "o_proj") if self.bias else some
+
+    def routers(self) -> dict[str, tuple[int, int]]:
+        """(N, K) of the layers of a block that no quantiser packs."""
+        if self.mixture == "mixtral":
+            return {"block_sparse_moe.gate": (self.experts, self.hidden)}
+        return (
+            {"mlp.gate": (self.experts, self.hidden), "mlp.shared_expert_gate": (1, self.hidden)}
+            if self.mixture
+            else {}
+        )
 
     def config(self) -> dict[str, Any]:
+        kind = "phi3" if self.fused else self.mixture or "llama"
+        mixture = {
+            "mixtral": {"num_local_experts": self.experts, "num_experts_per_tok": 2},
+            "qwen2_moe": {
+                "num_experts": self.experts,
+                "num_experts_per_tok": 2,
+                "moe_intermediate_size": self.inner,
+                "shared_expert_intermediate_size": self.inner,
+                "norm_topk_prob": False,
+            },
+        }
         return {
-            "architectures": ["Phi3ForCausalLM" if self.fused else "LlamaForCausalLM"],
-            "model_type": "phi3" if self.fused else "llama",
+            "architectures": [ARCHITECTURES[kind]],
+            "model_type": kind,
             "hidden_size": self.hidden,
             "intermediate_size": self.inner,
             "num_hidden_layers": self.layers,
@@ -129,6 +175,7 @@ class Shape:
             "pad_token_id": 1,
             "tie_word_embeddings": self.tied,
             "torch_dtype": self.dtype,
+            **mixture.get(kind, {}),
             **self.extra,
         }
 
@@ -168,7 +215,7 @@ def write(folder: Path, recipe: Recipe, shape: Shape | None = None, seed: int = 
         return torch.from_numpy(rng.normal(0, std, size)).to(torch.float16).float()
 
     def add(name: str, N: int, K: int, how: Recipe, g_idx: np.ndarray | None) -> None:
-        if name.rpartition(".")[2] in how.skip:
+        if f".{name}".endswith(tuple(f".{skipped}" for skipped in how.skip)):
             shared[f"{name}.weight"] = floats(N, K, std=K**-0.5)
             return
         truth = draw(rng, N, K, how, g_idx)
@@ -181,13 +228,16 @@ def write(folder: Path, recipe: Recipe, shape: Shape | None = None, seed: int = 
         at = f"model.layers.{i}."
         for norm in ("input_layernorm", "post_attention_layernorm"):
             shared[f"{at}{norm}.weight"] = torch.ones(shape.hidden)
+        for name, (N, K) in shape.routers().items():
+            shared[f"{at}{name}.weight"] = floats(N, K, std=K**-0.5)
         orders: dict[str, np.ndarray] = {}
         for name, (N, K) in shape.linears().items():
-            parent = name.partition(".")[0] + str(name.endswith(("o_proj", "down_proj")))
-            if recipe.act_order == "shared" and parent not in orders:
+            parent = name.rpartition(".")[0] + str(name.endswith(("o_proj", "down_proj", "w2")))
+            expert = ".experts." in name  # whose gate and up share their act-order, since they share their input
+            if (recipe.act_order == "shared" or (recipe.act_order and expert)) and parent not in orders:
                 orders[parent] = (np.arange(K) // recipe.group_size)[rng.permutation(K)]
             add(at + name, N, K, recipe, orders.get(parent))
-            if shape.bias and name.endswith(("q_proj", "k_proj", "v_proj", "o_proj")):
+            if name.endswith(shape.biased()):
                 shared[f"{at}{name}.bias"] = floats(N, std=0.5)
     if recipe.head == 8:
         tensors, plain["lm_head.weight"] = eight_bit(rng, shape.vocab, shape.hidden)

@@ -7,6 +7,7 @@ equal unless a weight is wrong.
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -14,9 +15,13 @@ import torch
 
 from tests.runtime.vllm.checkpoints import Recipe, Shape, edit_config, write
 from tests.runtime.vllm.engines import compare, engine, greedy, method, prompts
+from w4plugin.runtime.vllm.linear import backends
 
 EXACT = 1e-3
 """Of log-probabilities of about -5 in float32: their sum over a vocabulary of 512 is good to 1e-4."""
+
+MIXTRAL = Shape(mixture="mixtral", inner=256)
+QWEN2_MOE = Shape(mixture="qwen2_moe", inner=320)
 
 CASES: dict[str, tuple[Recipe, Shape]] = {
     "gptq symmetric": (Recipe("gptq", sym=True), Shape()),
@@ -42,6 +47,21 @@ CASES: dict[str, tuple[Recipe, Shape]] = {
     "compressed-tensors act-order": (Recipe("compressed-tensors act-order", act_order="each"), Shape()),
     "compressed-tensors bfloat16 scales": (Recipe("compressed-tensors", scale_dtype=torch.bfloat16), Shape()),
     "gptq_v2 float32 scales": (Recipe("gptq_v2", scale_dtype=torch.float32), Shape()),
+    "mixtral gptq symmetric": (Recipe("gptq", sym=True), MIXTRAL),
+    "mixtral gptq_v2 act-order": (Recipe("gptq_v2", group_size=32, act_order="each"), MIXTRAL),
+    "mixtral awq one group": (Recipe("awq", group_size=256), MIXTRAL),
+    "qwen2_moe gptq asymmetric": (Recipe("gptq", group_size=32), QWEN2_MOE),
+    "qwen2_moe gptq short last group": (Recipe("gptq_v2", group_size=192), QWEN2_MOE),
+    "qwen2_moe awq": (Recipe("awq"), QWEN2_MOE),
+    "qwen2_moe compressed-tensors": (Recipe("compressed-tensors"), QWEN2_MOE),
+    "qwen2_moe compressed-tensors act-order": (
+        Recipe("compressed-tensors act-order", act_order="each"),
+        QWEN2_MOE,
+    ),
+    "qwen2_moe plain shared expert": (
+        Recipe("gptq_v2", skip=tuple(f"shared_expert.{n}" for n in ("gate_proj", "up_proj", "down_proj"))),
+        QWEN2_MOE,
+    ),
 }
 
 
@@ -54,6 +74,28 @@ def test_generates_what_the_weights_generate(name: str, tmp_path: Path, monkeypa
         ours = greedy(llm)
     with engine(plain, dtype="float32") as llm:
         assert method(llm) is None
+        compare(ours, greedy(llm), EXACT)
+
+
+@pytest.mark.parametrize("shape", [MIXTRAL, QWEN2_MOE], ids=["mixtral", "qwen2_moe"])
+def test_f8_plain_experts_among_packed_ones(shape: Shape, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Layer 1 is served as plain weights, layer 0 as it is in the file."""
+    names = ("gate_proj", "up_proj", "down_proj", "w1", "w2", "w3")
+    plain_expert = tuple(f"layers.1.{at}.experts.2.{n}" for at in ("mlp", "block_sparse_moe") for n in names)
+    packed, plain = write(tmp_path, Recipe("gptq_v2", act_order="each", skip=plain_expert), shape)
+    with pytest.raises(Exception, match=r"layers\.1\..*experts\.2\..*W4PLUGIN_MIXED_EXPERTS=dequantize"):  # noqa: SIM117
+        with engine(packed, dtype="float32", quantization="w4plugin"):
+            pass
+    monkeypatch.setenv("W4PLUGIN_MIXED_EXPERTS", "dequantize")
+    monkeypatch.setenv("VLLM_ALLOW_INSECURE_SERIALIZATION", "1")  # backends is sent by name
+    with engine(packed, dtype="float32", quantization="w4plugin") as llm:
+        (found,) = llm.apply_model(backends)
+        assert {name: n for name, n in found.items() if "experts" in name} == {
+            "plain experts": 1,
+            "plain weight experts": 1,
+        }
+        ours = greedy(llm)
+    with engine(plain, dtype="float32") as llm:
         compare(ours, greedy(llm), EXACT)
 
 
@@ -80,8 +122,11 @@ def test_checkpoint_without_a_config_in_config_json(file: str, tmp_path: Path) -
         compare(ours, greedy(llm), EXACT)
 
 
-def test_compiled_graph_is_the_same_model(tmp_path: Path) -> None:
-    packed, plain = write(tmp_path, Recipe("gptq_v2", act_order="each"), Shape(bias=True, layers=1))
+@pytest.mark.parametrize(
+    "shape", [Shape(bias=True, layers=1), replace(QWEN2_MOE, layers=1)], ids=["llama", "qwen2_moe"]
+)
+def test_compiled_graph_is_the_same_model(shape: Shape, tmp_path: Path) -> None:
+    packed, plain = write(tmp_path, Recipe("gptq_v2", act_order="each"), shape)
     with engine(packed, dtype="float32", quantization="w4plugin", enforce_eager=False) as llm:
         config = llm.llm_engine.vllm_config
         key = config.compute_hash()

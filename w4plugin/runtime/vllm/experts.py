@@ -231,20 +231,20 @@ class DequantizedExpertsMethod(UnquantizedFusedMoEMethod):
         versions.activation_of_experts(layer, self.mixture.layer)
         self.dummy = get_current_vllm_config().load_config.load_format == "dummy"
         check_sizes(self.mixture, self.moe.hidden_dim, self.moe.intermediate_size_per_partition, self.moe.tp_size)
-        self.layer, self.dtype = layer, params_dtype
+        self.dtype = params_dtype
         self.arrivals = Arrivals(
             self.mixture,
             self.inventory,
             versions.experts_of_rank(layer),
             torch.get_default_device(),
-            self._take,
+            functools.partial(self._take, layer),  # held by no module, since the layer is one that holds this method
         )
         self.intake: Intake | None = Intake(layer, self.arrivals, keep=("weight",))
         # the one parameter that vLLM has made: plain experts of the file go the way of the others
         for held in (layer.w13_weight, layer.w2_weight):
             held.weight_loader = functools.partial(self.intake.one, "weight")
 
-    def _take(self, name: str, tensors: dict[str, Tensor]) -> None:
+    def _take(self, layer: Layer, name: str, tensors: dict[str, Tensor]) -> None:
         """Make a weight plain and let vLLM cut it to this rank's share."""
         part, shards = self.mixture.parts[name], self.mixture.place(name).shards
         weight = decode(part, tensors, self.inventory.config, self.dtype)
@@ -252,8 +252,8 @@ class DequantizedExpertsMethod(UnquantizedFusedMoEMethod):
         for i, expert in enumerate(self.arrivals.mine(name)):
             one = plain if part.experts is None else plain[i]
             for shard, piece in zip(shards, one.chunk(len(shards)), strict=True):
-                param = self.layer.w2_weight if shard == "w2" else self.layer.w13_weight
-                self.layer.weight_loader(param, piece.contiguous(), f"{self.mixture.layer}.weight", shard, expert)
+                param = layer.w2_weight if shard == "w2" else layer.w13_weight
+                layer.weight_loader(param, piece.contiguous(), f"{self.mixture.layer}.weight", shard, expert)
 
     def process_weights_after_loading(self, layer: Layer) -> None:
         if self.intake is not None:
