@@ -24,7 +24,7 @@ from w4plugin.formats.decoding import finish, floats, need, words
 from w4plugin.formats.format import Candidate, Decoded, Found, Module, RowShard
 from w4plugin.formats.grouping import Parts, size_from_shape
 from w4plugin.formats.words import WORD_BITS, lanes, to_int32
-from w4plugin.packing import pack_padded, unpack
+from w4plugin.packing import NIBBLES, pack_padded, unpack
 from w4plugin.quant_config import QuantConfig
 from w4plugin.tensor import W4Tensor
 
@@ -134,12 +134,20 @@ def read(module: Module, tensors: Mapping[str, Tensor], config: QuantConfig, sha
                 got=str(list(stored_zeros.shape)),
                 wanted=f"{[*scales.shape[:-1], math.ceil(columns / 8)]}",
             )
-        nibbles = unpack(to_int32(stored_zeros, -1, zero_word_bits(stored_zeros, bits), f"{name}.qzeros"), -1)
+        nibbles = _codes(to_int32(stored_zeros, -1, zero_word_bits(stored_zeros, bits), f"{name}.qzeros"))
     else:
         nibbles = stored_zeros.new_empty((*scales.shape[:-1], 0), dtype=torch.uint8)
     zeros = zero_points.decode(name, nibbles, columns, lanes(bits), claim(module, config))
     parts = Parts(qweight, scales, zeros.zeros, tensors.get("g_idx"))
     return finish(module, parts, tensors, config, shard, zeros.rule, zeros.notes)
+
+
+def _codes(words: Tensor) -> Tensor:
+    """uint8 ``[*E, G, 8C]`` of zero-point words. Those of symmetric modules are one word, so nothing is unpacked."""
+    word = int(words.flatten()[0])
+    if word & 0xFFFFFFFF == (word & 15) * 0x11111111 and bool((words == word).all()):
+        return words.new_full((*words.shape[:-1], NIBBLES * words.shape[-1]), word & 15, dtype=torch.uint8)
+    return unpack(words, -1)
 
 
 def word_bits(module: Module, qweight: Tensor) -> int:

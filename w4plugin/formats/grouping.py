@@ -32,7 +32,7 @@ class Parts:
         qweight: int32 ``[*E, K/8, N]``, sequential.
         scales: ``[*E, G, N]``.
         zeros: uint8 ``[*E, G, N]`` true zero points, None for 8 everywhere.
-        g_idx: ``[*E, K]`` as stored, any dtype, None when the file has none.
+        g_idx: ``[*E, K]`` as stored, any dtype, None when the file has none; the host's memory will do.
         unset: the value in ``g_idx`` that means "not initialised" (compressed-tensors: -1), None when there is none.
     """
 
@@ -99,7 +99,8 @@ def assemble(name: str, parts: Parts, expected: Expected, shard: RowShard | None
     if expected.desc_act is False:
         text = "the config says desc_act false, but g_idx is a real act-order; the tensor wins"
         notes += (Note("conflict", f"{name}.g_idx", text),)
-    return W4Tensor(parts.qweight, parts.scales, parts.zeros, g_idx.contiguous(), size), notes
+    g_idx = g_idx.contiguous().to(parts.qweight.device)
+    return W4Tensor(parts.qweight, parts.scales, parts.zeros, g_idx, size), notes
 
 
 def _sequential_weight(parts: Parts, size: int, rows: tuple[int, int], lowest: int) -> W4Tensor:
@@ -225,7 +226,7 @@ def group_index(
         return torch.arange(K, device=device) // size, notes + more
     if int(index.max()) >= G:
         raise CorruptError(f"{name}.g_idx", got=f"group {int(index.max())}", wanted=f"0..{G - 1}, one for each scale")
-    return index.long(), notes + more
+    return index.long().to(device), notes + more
 
 
 def _uniform_size(g_idx: Tensor) -> int | None:

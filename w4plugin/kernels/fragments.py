@@ -38,34 +38,40 @@ def to_fragments(qweight: Tensor, pad_codes: Tensor | None) -> Tensor:
     """
     words, n = qweight.shape
     kb, nb = blocks(words, ROWS // 8), blocks(n, COLUMNS)
-    padded = qweight
+    padded = qweight.contiguous()
     if (kb * 8, nb * COLUMNS) != (words, n):
         padded = torch.zeros(kb * 8, nb * COLUMNS, dtype=torch.int32, device=qweight.device)
         padded[:words, :n] = qweight
         if kb * 8 > words:
             padded[words:, :n] = _word_of(pad_codes, n, qweight.device)
-    # Nibbles first, in the order of the source, where neighbours stay neighbours; then one pass that moves whole words.
-    source = padded.reshape(kb, 2, 4, nb * COLUMNS)  # b c i n; word i of a half block holds rows 8i + (2t + l)
-    mixed = torch.zeros_like(source)  # b c t n
-    for t in range(4):
-        for i in range(4):
-            pair = (source[:, :, i] >> (8 * t)) & 0xFF  # rows 2t and 2t + 1 of word i
-            mixed[:, :, t] |= ((pair | (pair << 12)) & 0x000F000F) << (4 * i)
-    moved = mixed.view(kb, 2, 4, nb, 2, 8).permute(0, 3, 5, 2, 1, 4)  # b c t j h r to b j r t c h
-    return moved.reshape(kb, nb, WORDS).contiguous()
+    # Byte t of word i of half a block holds rows 8i + 2t and 8i + 2t + 1: bytes move, then nibbles inside a word.
+    source = padded.view(torch.uint8).view(kb, 2, 4, nb, 2, 8, 4)  # b c i j h r t
+    moved = source.permute(0, 3, 5, 6, 1, 4, 2).contiguous()  # b j r t c h i
+    words_moved = moved.view(torch.int32).view(kb, nb, WORDS)
+    _swap(words_moved, 4, 0x00F000F0)
+    _swap(words_moved, 8, 0x0000FF00)
+    return words_moved
 
 
 def from_fragments(fragments: Tensor, k: int, n: int) -> Tensor:
     """The inverse of :func:`to_fragments`: int32 ``[k/8, n]``, contiguous."""
     kb, nb, _ = fragments.shape
-    source = fragments.view(kb, nb, 8, 4, 2, 2)  # b j r t c h
-    out = torch.zeros(kb, 2, 4, nb, 2, 8, dtype=torch.int32, device=fragments.device)  # b c i j h r
-    for t in range(4):
-        for i in range(4):
-            for l in range(2):
-                code = (source[:, :, :, t] >> (4 * (i + 4 * l))) & 15  # b j r c h
-                out[:, :, i] |= (code << (4 * (2 * t + l))).permute(0, 3, 1, 4, 2)
-    return out.view(kb * 8, nb * COLUMNS)[: k // 8, :n].contiguous()
+    mixed = fragments.clone(memory_format=torch.contiguous_format)
+    _swap(mixed, 8, 0x0000FF00)
+    _swap(mixed, 4, 0x00F000F0)
+    moved = mixed.view(torch.uint8).view(kb, nb, 8, 4, 2, 2, 4)  # b j r t c h i
+    source = moved.permute(0, 4, 6, 1, 5, 2, 3).contiguous()  # b c i j h r t
+    return source.view(torch.int32).view(kb * 8, nb * COLUMNS)[: k // 8, :n].contiguous()
+
+
+def _swap(words: Tensor, shift: int, mask: int) -> None:
+    """Exchange, in place, the bits of ``mask`` with those ``shift`` above them: its own inverse."""
+    changed = words >> shift
+    changed ^= words
+    changed &= mask
+    words ^= changed
+    changed <<= shift
+    words ^= changed
 
 
 def _word_of(codes: Tensor | None, n: int, device: torch.device) -> Tensor:
