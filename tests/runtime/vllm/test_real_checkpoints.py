@@ -1,7 +1,8 @@
 """Whole models that other projects' tools quantised, where they are at hand.
 
-Those of a few layers are drawn in the other tests; here the real ones in W4PLUGIN_CHECKPOINTS (by default in
-../shared/checkpoints beside the project) generate what the weights mean by :mod:`w4plugin.reference`, in float32.
+Those of a few layers are drawn in the other tests; here two mixtures of experts of tests/data and the real ones in
+W4PLUGIN_CHECKPOINTS (by default in ../shared/checkpoints beside the project) generate what the weights mean by
+:mod:`w4plugin.reference`, in float32.
 """
 
 from __future__ import annotations
@@ -21,8 +22,11 @@ from w4plugin.checkpoint.checkpoint import Checkpoint
 from w4plugin.formats.format import Module
 
 FOLDER = Path(os.environ.get("W4PLUGIN_CHECKPOINTS") or Path(__file__).parents[4] / "shared" / "checkpoints")
-FOUND = sorted(p for p in FOLDER.glob("*/*") if p.is_dir() and p.name.startswith(("llama", "qwen2_", "smol_")))
-FOUND = [p for p in FOUND if p.parent.name in ("tiny", "smol")]
+MIXTURES = Path(__file__).parents[2] / "data" / "models"
+HELD = {p.name: p for p in MIXTURES.iterdir() if p.name.startswith(("mixtral", "qwen2moe"))}
+FAMILIES = ("llama", "qwen2_", "smol_", "mixtral", "qwen2moe")
+FOUND = {p.name: p for p in FOLDER.glob("*/*") if p.is_dir() and p.name.startswith(FAMILIES)}
+FOUND = {name: p for name, p in FOUND.items() if p.parent.name in ("tiny", "smol")} | HELD
 
 SERVED = 5e-3
 """Of log-probabilities: thirty layers of float32 roundings."""
@@ -44,6 +48,8 @@ def plain_copy(folder: Path, out: Path) -> Path:
             plain[f"{module.name}.bias"] = bias.float()
     config = json.loads((folder / "config.json").read_text())
     del config["quantization_config"]
+    if config["model_type"] == "mixtral":
+        plain = {as_vllm_reads_it(name): tensor for name, tensor in plain.items()}
     out.mkdir()
     save_file(plain, out / "model.safetensors", {"format": "pt"})
     (out / "config.json").write_text(json.dumps({**config, "dtype": "float32", "torch_dtype": "float32"}))
@@ -64,7 +70,14 @@ def weight(module: Module, found: dict[str, torch.Tensor]) -> np.ndarray:
     return (exact.q - exact.z[exact.g]) * exact.s.astype(np.float64)[exact.g]
 
 
-@pytest.mark.parametrize("folder", FOUND, ids=lambda p: p.name)
+def as_vllm_reads_it(name: str) -> str:
+    """vLLM's Mixtral knows its experts by their first names, not by those of Transformers 5."""
+    first = {"gate_proj": "w1", "up_proj": "w3", "down_proj": "w2"}
+    parts = name.replace(".mlp.", ".block_sparse_moe.").split(".")
+    return ".".join(first.get(part, part) for part in parts)
+
+
+@pytest.mark.parametrize("folder", sorted(FOUND.values(), key=lambda p: p.name), ids=lambda p: p.name)
 def test_real_checkpoint(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("W4PLUGIN_CLAIM", "all")
     plain = plain_copy(folder, tmp_path / "plain")
