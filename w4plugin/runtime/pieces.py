@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
-from w4plugin.kernels import Prepared
+from w4plugin.kernels import Prepared, op
 
 TENSORS = ("qweight", "scales", "zeros", "g_idx", "counters")
 """The fields of a Prepared that are tensors, in the op's order; layers register them under these names."""
@@ -65,5 +65,4 @@ def _one(layer: Any, x: Tensor, piece: Piece, bias: Tensor | None) -> Tensor:
     tensors = [None if name is None else getattr(layer, name) for name in piece.names]
     if not piece.backend:
         return torch.nn.functional.linear(x, tensors[0], bias)
-    found: Tensor = torch.ops.w4plugin.w4a16_linear(x, *tensors, bias, piece.n, piece.group_size, piece.backend)
-    return found
+    return op.call(x, *tensors, bias, piece.n, piece.group_size, piece.backend)

@@ -21,7 +21,7 @@ from vllm.config import get_current_vllm_config
 from vllm.model_executor.layers.linear import LinearMethodBase, register_weight_loader_v2_supported_method
 
 from w4plugin.errors import UsageError
-from w4plugin.kernels import Prepared
+from w4plugin.kernels import Prepared, op
 from w4plugin.runtime.vllm import fingerprint, versions
 from w4plugin.runtime.vllm.inventory import Inventory, Part
 from w4plugin.runtime.vllm.loading import Loading
@@ -148,7 +148,7 @@ def _multiply(layer: Layer, x: Tensor, piece: Piece, bias: Tensor | None) -> Ten
     tensors = [None if name is None else getattr(layer, name) for name in piece.names]
     if not piece.backend:
         return torch.nn.functional.linear(x, tensors[0], bias)
-    return torch.ops.w4plugin.w4a16_linear(x, *tensors, bias, piece.n, piece.group_size, piece.backend)
+    return op.call(x, *tensors, bias, piece.n, piece.group_size, piece.backend)
 
 
 def _register(layer: Layer, weight: Prepared | Tensor, index: int) -> Piece:

@@ -80,7 +80,7 @@ class Loading:
         if suffix not in part.dtypes:
             raise CorruptError(f"{part.name}.{suffix}", got="this tensor", wanted=f"only {', '.join(part.dtypes)}")
         tensors = self.waiting.setdefault(part.name, {})
-        # A copy, since some loaders use the buffer that they hand over again. Most g_idx say nothing (0, 0, .., 1, 1, ..);
+        # A copy, since some loaders use the buffer that they hand over again. Most g_idx say nothing (0, 0, .., 1, ..);
         # to see that takes a dozen answers, each of which a device would be asked for and waited for.
         device = "cpu" if suffix.endswith("g_idx") else self.device
         tensors[suffix] = tensor.detach().to(device, copy=True)
