@@ -72,6 +72,8 @@ def test_vllm_takes_a_symmetric_gptq(tmp_path: Path) -> None:
         ("ct act-order", "weight_g_idx"),
         ("skip list", "modules_to_not_convert"),
         ("experts", "experts that stayed plain"),
+        ("stacked experts", "packed experts as stacks"),
+        ("fused experts", "gate and up of packed experts in one"),
     ],
 )
 def test_why_vllm_would_not(tmp_path: Path, kind: str, reason: str) -> None:
@@ -117,7 +119,24 @@ def test_why_vllm_would_not(tmp_path: Path, kind: str, reason: str) -> None:
             gptq(t),
         ),
     }
+    stack = {suffix: torch.stack([tensor] * 2) for suffix, tensor in pack(t).items()}
+    sources |= {
+        "stacked experts": lambda: models.folder(path, models.layers({f"{expert}.down_proj": stack}), gptq(t)),
+        "fused experts": lambda: models.folder(path, models.layers({f"{expert}.0.gate_up_proj": pack(t)}), gptq(t)),
+    }
     assert any(reason in r for r in verdict(sources[kind]())), verdict(path)
+
+
+def test_what_vllm_is_not_asked_about_experts(tmp_path: Path) -> None:
+    """A list that would hit a gate projection does not hit the experts as a whole; a layer may be plain throughout."""
+    t, expert = truth(sym=True, lowest=1), "model.layers.{}.mlp.experts.0.gate_proj"
+    packed = models.layers({expert.format(0): samples.pack_awq(t)})
+    tensors = packed | {f"{expert.format(1)}.weight": torch.zeros(32, 64)}
+    lists = {"modules_to_not_convert": ["gate", "model.layers.1."]}
+    assert verdict(models.folder(tmp_path / "awq", tensors, samples.awq_config(t, **lists))) == []
+    listed = models.layers({expert.format(0): samples.pack_gptq(t), models.name(0): samples.pack_gptq(t)})
+    config = samples.gptq_config(t, modules_in_block_to_quantize=[[models.name(0).partition("layers.0.")[2]]])
+    assert verdict(models.folder(tmp_path / "gptq", listed, config)) == []
 
 
 def test_f8_an_expert_that_stayed_plain_is_shown(tmp_path: Path) -> None:

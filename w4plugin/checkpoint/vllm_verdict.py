@@ -105,14 +105,20 @@ def _mixed(census: Census, config: QuantConfig) -> Iterator[str]:
 
 def _skip_lists(census: Census, config: QuantConfig) -> Iterator[str]:
     skipped = config.raw.get("modules_to_not_convert") or []
-    hit = [m.name for m in census.modules if config.method == "awq" and any(str(s) in m.name for s in skipped)]
+    hit = [m.name for m in census.modules if config.method == "awq" and any(str(s) in _asked(m) for s in skipped)]
     if hit:
         yield f"modules_to_not_convert matches packed layers, as a part of their names ({_some(hit)})"
     listed = config.raw.get("modules_in_block_to_quantize") or []
     flat = [str(n) for entry in listed for n in (entry if isinstance(entry, list) else [entry])]
-    missed = [m.name for m in census.modules if flat and not any(n in m.name for n in flat)]
+    missed = [m.name for m in census.modules if flat and _asked(m) == m.name and not any(n in m.name for n in flat)]
     if config.method == "gptq" and missed:
         yield f"modules_in_block_to_quantize leaves out packed layers ({_some(missed)})"
+
+
+def _asked(module: Module) -> str:
+    """The name under which lists are asked about a module: all experts of a layer share the layer's."""
+    layer, experts, _ = module.name.rpartition(".experts.")
+    return f"{layer}.experts" if experts else module.name
 
 
 def _head(census: Census, config: QuantConfig) -> Iterator[str]:
@@ -122,10 +128,15 @@ def _head(census: Census, config: QuantConfig) -> Iterator[str]:
 
 
 def _experts(census: Census, config: QuantConfig) -> Iterator[str]:
-    experts = {m.name for m in census.modules if ".experts." in m.name}
-    plain = [name for name in census.plain_layers if ".experts." in name and name.rpartition(".")[2] != "gate"]
-    if experts and plain:
+    layers = {m.name.rpartition(".experts.")[0] for m in census.modules if ".experts." in m.name}
+    plain = [name for name in census.plain_layers if ".experts." in name and name.rpartition(".experts.")[0] in layers]
+    if plain:
         yield f"experts that stayed plain among packed ones ({_some(plain)})"
+    whole = [m.name for m in census.modules if m.experts is not None]
+    fused = [m.name for m in census.modules if ".experts." in m.name and m.name.endswith((".gate_up_proj", ".w13"))]
+    if whole or fused:
+        what = "packed experts as stacks" if whole else "gate and up of packed experts in one"
+        yield f"{what}: it reads one projection of one expert at a time ({_some(whole or fused)})"
 
 
 Rule = Callable[[Census, QuantConfig], Iterator[str]]

@@ -19,6 +19,8 @@ from w4plugin.runtime.vllm.config import W4Config
 from w4plugin.runtime.vllm.inventory import Inventory
 
 TINY = Shape(hidden=128, inner=256, layers=1, vocab=128)
+MIXTRAL = replace(TINY, mixture="mixtral", experts=3)
+QWEN2_MOE = replace(TINY, mixture="qwen2_moe", experts=3)
 
 
 @pytest.fixture(autouse=True)
@@ -94,6 +96,79 @@ def test_what_vllm_refuses_or_misreads_is_taken(
     monkeypatch.setattr(versions, "drops_g_idx", lambda: True)
     packed, _ = write(tmp_path, recipe, shape(recipe))
     assert reason in why(packed, caplog)
+
+
+MIXTURES = {
+    "mixtral symmetric": (Recipe("gptq", group_size=64, sym=True), MIXTRAL, {}, ""),
+    "qwen2_moe symmetric": (Recipe("gptq", group_size=32, sym=True), QWEN2_MOE, {}, ""),
+    "mixtral awq": (Recipe("awq", group_size=64), MIXTRAL, {"modules_to_not_convert": ["gate"]}, ""),
+    "a list of what is packed, which vLLM does not ask about experts": (
+        Recipe("gptq", group_size=64, sym=True),
+        MIXTRAL,
+        {"modules_in_block_to_quantize": [["self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"]]},
+        "modules_in_block_to_quantize omits a packed layer (model.layers.0.self_attn.o_proj)",
+    ),
+    "gate hits what is beside the experts": (
+        Recipe("awq", group_size=64),
+        QWEN2_MOE,
+        {"modules_to_not_convert": ["gate"]},
+        "modules_to_not_convert hits a packed layer (model.layers.0.mlp.shared_expert.gate_proj)",
+    ),
+    "asymmetric": (Recipe("gptq", group_size=64), MIXTRAL, {}, "refuses"),
+    "act-order": (Recipe("gptq", group_size=64, sym=True, act_order="each"), MIXTRAL, {}, "refuses"),
+    "awq of one group": (
+        Recipe("awq", group_size=512),
+        replace(MIXTRAL, hidden=192, kv_heads=4, heads=6),
+        {"group_size": -1},
+        "fit neither of vLLM's kernels for experts",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", MIXTURES)
+def test_mixtures_of_experts(
+    name: str, tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    recipe, model, changes, reason = MIXTURES[name]
+    monkeypatch.setattr(versions, "drops_g_idx", lambda: True)
+    packed, _ = write(tmp_path, recipe, model)
+    edit_config(packed, **{f"quantization_config__{key}": value for key, value in changes.items()})
+    found = why(packed, caplog)
+    assert (reason in found) if reason else not found, found
+
+
+def test_experts_that_share_ranks(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """256 inner rows: two ranks leave whole groups of 128, four make vLLM halve them, eight of 96 end below 32."""
+    packed, _ = write(tmp_path / "a", Recipe("gptq", group_size=128, sym=True), replace(MIXTRAL, heads=8, kv_heads=8))
+    for ranks in (2, 4):
+        monkeypatch.setattr(versions, "ranks_of_an_expert", lambda r=ranks: r)
+        assert not why(packed, caplog)
+    packed, _ = write(tmp_path / "b", Recipe("gptq", group_size=128, sym=True), replace(MIXTRAL, inner=384))
+    monkeypatch.setattr(versions, "ranks_of_an_expert", lambda: 8)
+    assert "128 and 48 rows in groups of 128" in why(packed, caplog)
+
+
+def test_mixed_experts_are_taken_if_the_user_lets_them_be_made_plain(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    skip = ("experts.1.w1", "experts.1.w2", "experts.1.w3")
+    packed, _ = write(tmp_path, Recipe("gptq", group_size=64, sym=True, skip=skip), MIXTRAL)
+    assert not why(packed, caplog)
+    monkeypatch.setenv("W4PLUGIN_MIXED_EXPERTS", "dequantize")
+    assert "not all experts of a layer are packed" in why(packed, caplog)
+
+
+def test_mixtral_under_the_names_of_transformers_5(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    packed, _ = write(tmp_path, Recipe("gptq", group_size=64, sym=True), MIXTRAL)
+    file, words = packed / "model.safetensors", {"w1": "gate_proj", "w3": "up_proj", "w2": "down_proj"}
+    tensors = {
+        ".".join(words.get(part, part) for part in name.replace("block_sparse_moe", "mlp").split(".")): t
+        for name, t in load_file(file).items()
+    }
+    save_file(tensors, file, {"format": "pt"})
+    assert "reads its experts under other names" in why(packed, caplog)
 
 
 def test_b3_act_order_that_the_config_denies(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

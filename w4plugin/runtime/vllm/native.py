@@ -14,7 +14,7 @@ import torch
 
 from w4plugin.formats.format import Module
 from w4plugin.quant_config import QuantConfig
-from w4plugin.runtime.vllm import versions
+from w4plugin.runtime.vllm import mixture, versions
 from w4plugin.runtime.vllm.inventory import Inventory
 
 FORMATS = {
@@ -128,6 +128,9 @@ def _kernels(config: QuantConfig, inventory: Inventory, modules: Mapping[str, Mo
         group = -1 if stated is None and size == module.K else stated or size  # vLLM believes the config
         if size != (module.K if group == -1 else group):
             yield f"its config says groups of {group}, its tensors hold groups of {size} ({name})"
+        if mixture.layer_of(name) is not None:
+            yield from _named(_of_an_expert(module, group), name)
+            continue
         rows = module.K // ranks if name.rpartition(".")[2] in ROW_PARALLEL else module.K
         if module.K % ranks == 0 and group != -1 and rows % size:
             yield f"{rows} rows on each of {ranks} ranks are no multiple of its groups of {size} ({name})"
@@ -138,6 +141,38 @@ def _kernels(config: QuantConfig, inventory: Inventory, modules: Mapping[str, Mo
             if config.method != "awq":  # AWQ has kernels of its own besides
                 against = versions.linear_kernels(rows, 4096, group, zero_points, torch.float16)
                 yield from _named(against[0] if against else None, name)
+
+
+def _of_an_expert(module: Module, group: int) -> str | None:
+    """Why neither of vLLM's kernels for experts takes this one; the second halves groups that do not divide."""
+    down = module.name.rpartition(".")[2] in ROW_PARALLEL
+    hidden, inner = (module.N, module.K) if down else (module.K, module.N)
+    inner //= versions.ranks_of_an_expert()
+    if group != -1 and module.K % group:
+        return "vLLM takes no experts with a short last group"
+    if versions.marlin_takes_experts(hidden, inner, group):
+        return None
+    size = group
+    while size > 0 and (hidden % size or inner % size):
+        size //= 2
+    if size < 32:
+        return f"{hidden} and {inner} rows in groups of {group} fit neither of vLLM's kernels for experts"
+    return None
+
+
+def _experts(config: QuantConfig, inventory: Inventory, modules: Mapping[str, Module]) -> Iterator[str]:
+    """How vLLM's loaders find experts: one tensor a projection and expert, all of one kind, under its model's names."""
+    for layer in mixture.mixtures(inventory.parts):
+        if not layer.packed:
+            continue
+        name = next(part.name for part in layer.parts.values())
+        if inventory.renames:
+            yield f"vLLM's model reads its experts under other names ({name})"
+        if layer.strangers:
+            yield f"not all experts of a layer are packed ({layer.strangers[0].name})"
+        places = [layer.place(known) for known in layer.parts]
+        if any(place.expert is None or len(place.shards) > 1 for place in places):
+            yield f"vLLM reads packed experts one projection at a time ({name})"
 
 
 def _other_widths(config: QuantConfig, inventory: Inventory, modules: Mapping[str, Module]) -> Iterator[str]:
@@ -159,9 +194,10 @@ def _skip_lists(config: QuantConfig, inventory: Inventory, modules: Mapping[str,
     listed = config.raw.get("modules_in_block_to_quantize") or []
     listed = [n for entry in listed for n in (entry if isinstance(entry, list) else [entry])]
     for name in modules:
-        if config.method == "awq" and any(entry in name for entry in skipped):
+        layer = mixture.layer_of(name)  # vLLM asks about all experts at once, and GPTQ's list is not asked about them
+        if config.method == "awq" and any(entry in (layer or name) for entry in skipped):
             yield f"its modules_to_not_convert hits a packed layer ({name})"
-        if config.method == "gptq" and listed and not any(entry in name for entry in listed):
+        if config.method == "gptq" and layer is None and listed and not any(entry in name for entry in listed):
             yield f"its modules_in_block_to_quantize omits a packed layer ({name})"
 
 
@@ -189,6 +225,7 @@ _RULES: tuple[Rule, ...] = (
     _layout,
     _missing_zeros,
     _skip_lists,
+    _experts,
     _mixed,
     _head,
     _kernels,

@@ -189,6 +189,17 @@ def marlin_refuses(bits: int, group_size: int, zero_points: bool) -> str | None:
     return None
 
 
+def marlin_takes_experts(hidden: int, inner: int, group_size: int) -> bool:
+    """Whether vLLM runs experts of these features on one rank on Marlin; others go to its Triton kernel.
+
+    The condition of its ``check_moe_marlin_supports_layer``, which wants a layer to be asked about.
+    """
+    from vllm.platforms import current_platform
+
+    divides = hidden % 128 == 0 and (group_size <= 0 or inner % group_size == 0)
+    return not current_platform.is_rocm() and divides and group_size in (-1, 32, 64, 128)
+
+
 def linear_kernels(rows: int, columns: int, group_size: int, zero_points: bool, dtype: Any) -> list[str]:
     """Why none of vLLM's own INT4 kernels takes a weight: each one's reason; empty when one does.
 
