@@ -9,6 +9,7 @@ import json
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
+from w4plugin.bench import report as bench_report
 from w4plugin.checkpoint.summary import kinds
 
 Result = Mapping[str, Any]
@@ -244,6 +245,12 @@ def _env(result: Result, verbose: bool) -> list[str]:
     return lines
 
 
+def _bench(result: Result, verbose: bool) -> list[str]:
+    lines = list(bench_report.lines(result["result"]))
+    lines += ["", *(f"failed: {text}" for text in result["failed"])] if result["failed"] else []
+    return [*lines, *(f"wrote {file}" for file in result["files"])]
+
+
 _WRITERS = {
     "inspect": _inspect,
     "repack": _written,
@@ -252,4 +259,5 @@ _WRITERS = {
     "verify": _verify,
     "formats": _formats,
     "env": _env,
+    "bench": _bench,
 }

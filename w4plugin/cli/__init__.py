@@ -11,6 +11,7 @@ import click
 
 from w4plugin import __version__
 from w4plugin.cli import about, reading, writing
+from w4plugin.cli.bench import bench
 from w4plugin.cli.faults import Faults
 
 
@@ -33,6 +34,7 @@ for command in (
     writing.quantize,
     about.formats,
     about.env,
+    bench,
     about.completion,
 ):
     main.add_command(command)

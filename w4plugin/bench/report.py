@@ -1,4 +1,4 @@
-"""Results of tools/bench: their JSON, their tables and their picture."""
+"""Results of a bench: their JSON, their tables and their picture."""
 
 from __future__ import annotations
 
@@ -6,13 +6,16 @@ import datetime
 import importlib.util
 import json
 import os
+import re
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import roofline
+from w4plugin.bench import roofline
 
 Result = dict[str, Any]
-DENSE = "cublas"
+DENSE = ("cublas", "dense")
+"""What the dense library is called on NVIDIA GPUs, and elsewhere."""
 OURS = "w4plugin-"
 HELD = ("w4plugin-fused", "w4plugin-dense")
 """One of the portable backend's two paths, forced: for the table, not for the picture."""
@@ -23,7 +26,9 @@ def result(facts: dict[str, Any], rows: list[dict[str, Any]], dtype: str, asym: 
     device = roofline.Device(facts["bandwidth_bytes_per_s"], facts["matrix_ops_per_s"])
     out = []
     for r in rows:
-        four_bit = r["peer"] != DENSE
+        if "failed" in r:
+            continue
+        four_bit = r["peer"] not in DENSE
         moved = roofline.total_bytes(r["M"], r["K"], r["N"], four_bit, r["G"], asym)
         out.append(
             {
@@ -67,7 +72,7 @@ def shapes(rows: list[dict[str, Any]]) -> list[tuple[int, int]]:
 def speedups(rows: list[dict[str, Any]], k: int, n: int, kernel: str = "") -> list[tuple[int, float]]:
     """(M, dense time over time) of a kernel, or of the best of ours, in rising M."""
     here = [r for r in rows if (r["K"], r["N"]) == (k, n)]
-    base = {r["M"]: r["us"] for r in here if r["kernel"] == DENSE}
+    base = {r["M"]: r["us"] for r in here if r["kernel"] in DENSE}
     times: dict[int, float] = {}
     for r in here:
         mine = r["kernel"] == kernel if kernel else r["kernel"].startswith(OURS) and r["kernel"] not in HELD
@@ -87,37 +92,49 @@ def write(result: Result, path: Path) -> Path:
     return path
 
 
-def print_result(result: Result) -> None:
-    print(
-        f"{result['device']}, driver {result['driver']}, torch {result['torch']}, triton {result['triton']},"
-        f" {result['date']}:"
-        f" {result['bandwidth_bytes_per_s'] / 1e12:.2f} TB/s, {result['matrix_ops_per_s'] / 1e12:.0f} Tflop/s,"
-        f" ridge {result['ridge_ops_per_byte']}, critical M {result['critical_m']}"
+def lines(result: Result) -> Iterator[str]:
+    """The result for people."""
+    versions = [f"{key} {result[key]}" for key in ("driver", "torch", "triton") if result.get(key)]
+    critical = ", ".join(f"{m:.3g} for {name} weights" for name, m in result["critical_m"].items())
+    yield f"{result['device']}, {', '.join(versions)}, {result['date']}"
+    yield (
+        f"{result['bandwidth_bytes_per_s'] / 1e12:.3g} TB/s, {result['matrix_ops_per_s'] / 1e12:.3g} Tflop/s, ridge "
+        f"{result['ridge_ops_per_byte']} operations a byte; memory-bound below M = {critical}"
     )
     for k, n in shapes(result["rows"]):
-        print_shape([r for r in result["rows"] if (r["K"], r["N"]) == (k, n)])
+        yield from shape_lines([r for r in result["rows"] if (r["K"], r["N"]) == (k, n)])
     for c in result["crossings"]:
         where = f"at M = {c['M']}" if c["M"] is not None else f"not up to M = {c['largest_M']}"
-        print(f"{c['K']} x {c['N']}: the dense library overtakes {where}")
+        yield f"{c['K']} x {c['N']}: the dense library overtakes {where}"
 
 
-def print_shape(rows: list[dict[str, Any]]) -> None:
+def shape_lines(rows: list[dict[str, Any]]) -> Iterator[str]:
     """us of each kernel against M, the fastest 4-bit one marked."""
     if not rows:
         return
     key = "kernel" if "kernel" in rows[0] else "peer"
     names = list(dict.fromkeys(r[key] for r in rows))
-    cells = {(r[key], r["M"]): r["us"] for r in rows}
-    print(f"\nK = {rows[0]['K']}, N = {rows[0]['N']}: microseconds a call")
-    print("M".rjust(6) + "".join(name.rjust(max(len(name) + 2, 9)) for name in names))
+    cells = {(r[key], r["M"]): r["us"] for r in rows if "us" in r}
+    yield ""
+    yield f"K = {rows[0]['K']}, N = {rows[0]['N']}: microseconds a call"
+    yield "M".rjust(6) + "".join(name.rjust(max(len(name) + 2, 9)) for name in names)
     for m in sorted({r["M"] for r in rows}):
-        best = min((cells[name, m] for name in names if name != DENSE and (name, m) in cells), default=0.0)
+        best = min((cells[name, m] for name in names if name not in DENSE and (name, m) in cells), default=0.0)
         line = str(m).rjust(6)
         for name in names:
             us = cells.get((name, m))
-            text = "-" if us is None else f"{us:.1f}" + ("*" if us == best and name != DENSE else " ")
+            text = "-" if us is None else f"{us:.1f}" + ("*" if us == best and name not in DENSE else " ")
             line += text.rjust(max(len(name) + 2, 9))
-        print(line)
+        yield line
+    for r in rows:
+        if "failed" in r:
+            yield f"{r[key]}, M = {r['M']}: {r['failed']}"
+
+
+def name(facts: dict[str, Any], dtype: str, kind: str) -> str:
+    """Of a result's files, without an ending."""
+    device = re.sub(r"[^A-Za-z0-9.]+", "-", facts["device"]).strip("-")
+    return f"kernels-{device}-{dtype}-{kind}"
 
 
 def can_draw() -> bool:
@@ -151,23 +168,24 @@ def picture(results: list[Result], folder: Path) -> Path:
             axes.plot([crossing], [1.0], "x", color=colours(i % 10))
     axes.plot([], [], ":", color="black", linewidth=1, label="roofline")
     axes.plot([], [], "x", color="black", linestyle="none", label="measured crossing")
-    for name, m in first["critical_m"].items():
+    for width, m in first["critical_m"].items():
         axes.axvline(m, color="grey", linewidth=0.8, linestyle="--")
         axes.annotate(
-            f"critical M, {name}: {m:.0f}", (m, axes.get_ylim()[1]), rotation=90, va="top", ha="right", fontsize=8
+            f"critical M, {width}: {m:.0f}", (m, axes.get_ylim()[1]), rotation=90, va="top", ha="right", fontsize=8
         )
     axes.axhline(1.0, color="black", linewidth=0.8)
     axes.set_xscale("log", base=2)
     axes.set_xlabel("M, rows of activations")
-    axes.set_ylabel(f"speed-up over {rows[0]['dtype']} cuBLAS")
+    dense = "cuBLAS" if any(r["kernel"] == "cublas" for r in rows) else "plain weights"
+    axes.set_ylabel(f"speed-up over {rows[0]['dtype']} {dense}")
     axes.set_title(
-        f"{first['device']}: {first['bandwidth_bytes_per_s'] / 1e12:.2f} TB/s, "
-        f"{first['matrix_ops_per_s'] / 1e12:.0f} Tflop/s measured, ridge {first['ridge_ops_per_byte']:.0f}"
+        f"{first['device']}: {first['bandwidth_bytes_per_s'] / 1e12:.3g} TB/s, "
+        f"{first['matrix_ops_per_s'] / 1e12:.3g} Tflop/s measured, ridge {first['ridge_ops_per_byte']:.0f}"
     )
     axes.legend(fontsize=8, ncols=2)
     axes.grid(alpha=0.3)
     kind = "sym" if rows[0]["symmetric"] else "asym"
-    path = folder / f"kernels-{first['device'].replace(' ', '-')}-{rows[0]['dtype']}-{kind}.png"
+    path = folder / f"{name(first, rows[0]['dtype'], kind)}.png"
     folder.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, dpi=150, bbox_inches="tight")
     pyplot.close(figure)
