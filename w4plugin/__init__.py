@@ -9,7 +9,10 @@
     assert w4plugin.verify("model-awq", "model-gptq")["ok"]
 
     checkpoint = w4plugin.open("model-awq")
-    checkpoint.census.modules[0], checkpoint.tensor("lm_head.weight")
+    weight = checkpoint.weight(checkpoint.modules[0].name)  # a W4Tensor
+    weight.qweight, weight.scales, weight.zeros, weight.dequantize()
+
+docs/python.md describes each name. Errors are :class:`W4Error` with where, got, wanted and todo.
 """
 
 from __future__ import annotations

@@ -302,9 +302,16 @@ def test_one_version_everywhere() -> None:
 
 def test_the_python_interface(tmp_path: Path) -> None:
     source = models.gptq(tmp_path / "in")
-    assert w4plugin.open(source).census.modules[0].name == models.name(0)
+    checkpoint = w4plugin.open(source)
+    assert checkpoint.modules[0].name == models.name(0)
+    weight = checkpoint.weight(models.name(0))
+    assert (weight.N, weight.K) == (checkpoint.modules[0].N, checkpoint.modules[0].K)
+    with pytest.raises(w4plugin.UsageError, match="lm_head"):
+        checkpoint.weight("lm_head")
     assert w4plugin.inspect(source)["vllm"]["takes"] is False
     w4plugin.repack(source, tmp_path / "out")
+    again = w4plugin.open(tmp_path / "out").weight(models.name(0))
+    assert all(torch.equal(again.tensors()[field], tensor) for field, tensor in weight.tensors().items())
     assert w4plugin.verify(source, tmp_path / "out")["ok"]
     w4plugin.dequantize(source, w4plugin.Request(tmp_path / "plain", workers=1))
     w4plugin.quantize_checkpoint(tmp_path / "plain", tmp_path / "rtn", group_size=32)

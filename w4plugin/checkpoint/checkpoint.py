@@ -24,11 +24,13 @@ from w4plugin.checkpoint import hub, pickled, weight_files
 from w4plugin.checkpoint.header import Header, Span, read_header
 from w4plugin.checkpoint.source import Source
 from w4plugin.checkpoint.writer import raw
-from w4plugin.errors import CorruptError, StorageError, UnsupportedError
+from w4plugin.errors import CorruptError, StorageError, UnsupportedError, UsageError
 from w4plugin.formats.census import Census, find_modules
-from w4plugin.formats.format import TensorHeader
+from w4plugin.formats.format import Module, TensorHeader
+from w4plugin.formats.registry import read_module
 from w4plugin.note import Note
 from w4plugin.quant_config import QuantConfig
+from w4plugin.tensor import W4Tensor
 
 CONFIG = "config.json"
 
@@ -137,6 +139,25 @@ class Checkpoint:
     def census(self) -> Census:
         """Quantised modules, layers of another width, and plain tensors, as the headers show them."""
         return find_modules(self.headers, self.quant_config)
+
+    @property
+    def modules(self) -> tuple[Module, ...]:
+        """The modules packed in 4 bits."""
+        return self.census.modules
+
+    def weight(self, name: str) -> W4Tensor:
+        """One packed module's weight, decoded; ``name`` as in ``modules``, without a suffix.
+
+        Raises:
+            UsageError: no packed module of that name.
+            CorruptError, UnsupportedError: its tensors contradict each other, or cannot be read exactly.
+        """
+        found = next((module for module in self.modules if module.name == name), None)
+        if found is None:
+            known = ", ".join(module.name for module in self.modules[:3])
+            raise UsageError(name, got="no module packed in 4 bits", wanted=f"one of modules: {known}, ...")
+        tensors = {suffix: self.tensor(full) for suffix, full in found.tensors.items()}
+        return read_module(found, tensors, self.quant_config).weight
 
     def nbytes(self, name: str) -> int:
         """Bytes of one tensor's data."""
