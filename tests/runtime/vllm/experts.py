@@ -137,7 +137,7 @@ def rank(index: int, count: int, *, whole: bool = False) -> Iterator[None]:
         yield
 
 
-def make(config: W4Config, sizes: Sizes, ranks: int, words: tuple[str, str, str], **settings: Any) -> Any:
+def make(config: W4Config, sizes: Sizes, ranks: int, words: tuple[str, str, str], at: str = AT, **settings: Any) -> Any:
     """vLLM's layer of experts, its router and runner included."""
     factory = getattr(fused_moe, "FusedMoEFactory", None) or fused_moe.FusedMoE
     gate, up, down = words
@@ -151,7 +151,7 @@ def make(config: W4Config, sizes: Sizes, ranks: int, words: tuple[str, str, str]
         tp_size=ranks,
         dp_size=1,
         pcp_size=1,
-        prefix=AT,
+        prefix=at,
         ckpt_names=(gate, down, up),
         **settings,
     )

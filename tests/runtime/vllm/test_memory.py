@@ -63,8 +63,14 @@ def peak(folder: Path, layers: int, sym: bool) -> tuple[float, float]:
     modules = {n: {"qweight": words.clone(), "qzeros": zeros.clone(), "scales": scales.clone()} for n in names}
     quant = {"quant_method": "gptq", "bits": 4, "group_size": GROUP, "sym": sym, "desc_act": False}
     save(folder, modules, quant)
+    layer = sum(t.numel() * t.element_size() for t in modules[names[0]].values()) * 2
+    return measured(LOAD, folder, (layers, K, N), layer)
+
+
+def measured(program: str, folder: Path, sizes: tuple[int, ...], layer: float) -> tuple[float, float]:
+    """What a program of its own says, in layers of so many bytes."""
     ran = subprocess.run(
-        [sys.executable, "-c", LOAD, folder, str(layers), str(K), str(N)],
+        [sys.executable, "-c", program, folder, *map(str, sizes)],
         capture_output=True,
         text=True,
         cwd=ROOT,
@@ -73,8 +79,64 @@ def peak(folder: Path, layers: int, sym: bool) -> tuple[float, float]:
     )
     assert ran.returncode == 0, ran.stderr[-3000:]
     found = json.loads(ran.stdout.splitlines()[-1])
-    layer = sum(t.numel() * t.element_size() for t in modules[names[0]].values()) * 2
     return found["processed"] / layer, found["held"] / layer
+
+
+LOAD_EXPERTS = """
+import json, sys
+from pathlib import Path
+import torch
+from w4plugin.checkpoint.checkpoint import Checkpoint
+from tests.runtime.vllm.experts import Sizes, finish, make, rank
+from tests.runtime.vllm.layers import opened
+
+LAYERS, H, I, E = map(int, sys.argv[2:])
+
+def status(key):
+    line = next(l for l in Path("/proc/self/status").read_text().splitlines() if l.startswith(key))
+    return int(line.split()[1]) * 1024
+
+folder = Path(sys.argv[1])
+file = Checkpoint.open(folder)
+with rank(0, 1):
+    config = opened(folder)
+    words = ("gate_proj", "up_proj", "down_proj")
+    runners = [make(config, Sizes(E, H, I), 1, words, at=f"model.layers.{i}.mlp.experts") for i in range(LAYERS)]
+    Path("/proc/self/clear_refs").write_text("5")
+    before = status("VmRSS")
+    for i, runner in enumerate(runners):
+        suffixes = ("qweight", "qzeros", "scales")
+        names = [f"{e}.{word}.{suffix}" for e in range(E) for word in words for suffix in suffixes]
+        list(runner.load_weights((name, file.tensor(f"model.layers.{i}.mlp.experts.{name}")) for name in names))
+    for runner in runners:
+        finish(runner)
+    print(json.dumps({"processed": status("VmHWM") - before, "held": status("VmRSS") - before}))
+"""
+
+H, I, E = 1024, 512, 4
+
+
+def peak_of_experts(folder: Path, layers: int) -> tuple[float, float]:
+    """As :func:`peak`, of layers of experts."""
+    modules = {}
+    for i, e in [(i, e) for i in range(layers) for e in range(E)]:
+        for word, (k, n) in {"gate_proj": (H, I), "up_proj": (H, I), "down_proj": (I, H)}.items():
+            modules[f"model.layers.{i}.mlp.experts.{e}.{word}"] = {
+                "qweight": torch.randint(-(2**31), 2**31 - 1, (k // 8, n), dtype=torch.int32),
+                "qzeros": torch.full((k // GROUP, n // 8), 0x44444444, dtype=torch.int32),
+                "scales": torch.full((k // GROUP, n), 1e-2, dtype=torch.float16),
+            }
+    quant = {"quant_method": "gptq", "bits": 4, "group_size": GROUP, "sym": False, "desc_act": False}
+    layer = sum(t.numel() * t.element_size() for m in modules.values() for t in m.values()) / layers
+    return measured(LOAD_EXPERTS, save(folder, modules, quant), (layers, H, I, E), layer)
+
+
+def test_peak_of_experts_grows_by_what_is_held(tmp_path: Path) -> None:
+    """A layer's sources go as it is stacked; with zero points unpacked to bytes."""
+    few, few_held = peak_of_experts(tmp_path / "few", 4)
+    many, many_held = peak_of_experts(tmp_path / "many", 20)
+    assert many_held - few_held <= 16 * 1.2
+    assert many - few <= 16 * 1.2
 
 
 @pytest.mark.parametrize("sym", [True, False])
