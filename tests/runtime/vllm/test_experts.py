@@ -17,7 +17,7 @@ from tests.runtime.vllm.layers import opened, save
 from w4plugin.errors import CorruptError, UnsupportedError, UsageError, W4Error
 from w4plugin.kernels import PreparedExperts
 from w4plugin.runtime.vllm import mixture, versions
-from w4plugin.runtime.vllm.experts import TENSORS, DequantizedExpertsMethod, W4ExpertsMethod
+from w4plugin.runtime.vllm.experts import TENSORS, DequantizedExpertsMethod, W4ExpertsMethod, check_layer
 from w4plugin.runtime.vllm.inventory import Inventory
 
 
@@ -400,6 +400,19 @@ def test_what_vllm_may_ask_of_a_layer_that_nothing_here_can_do(tmp_path: Path) -
     for settings, message in asked.values():
         with rank(0, 1), pytest.raises(UnsupportedError, match=f"{AT}.*{message}"):
             make(made.opened(), made.sizes, 1, made.words, **settings)
+
+
+def test_lora_would_go_over_the_experts(tmp_path: Path) -> None:
+    made = Experts.drawn(tmp_path, PLAIN)
+    config = made.opened()
+    assert config.inventory is not None
+    layer = config.inventory.mixture(AT)
+    assert layer is not None
+    asked = SimpleNamespace(has_bias=False, is_lora_enabled=True, num_logical_experts=6)
+    with pytest.raises(UnsupportedError, match=r"LoRA.*merge the adapter"):
+        check_layer(layer, asked)
+    asked.is_lora_enabled = False
+    check_layer(layer, asked)
 
 
 def test_every_format_that_holds_experts_is_among_the_recipes() -> None:

@@ -178,6 +178,12 @@ class W4ExpertsMethod(FusedMoEMethodBase):
         self.sizes = (ready.I, ready.gate_up_group_size, ready.down_group_size, ready.gated)
         self.backend = ready.backend
 
+    def maybe_roundup_sizes(self, hidden_size: int, inner: int, *_: Any) -> tuple[int, int]:
+        return hidden_size, inner  # padding is for kernels of vLLM's that exchange tokens; ours run without
+
+    def maybe_make_prepare_finalize(self, routing_tables: Any = None) -> None:
+        """Asked by vLLM 0.26 alone: tokens are exchanged by its runner, not by one of its kernels."""
+
     def get_fused_moe_quant_config(self, layer: Layer) -> None:
         return None  # the operator has its scales among its arguments
 
@@ -230,7 +236,8 @@ class DequantizedExpertsMethod(UnquantizedFusedMoEMethod):
         super().create_weights(layer, num_experts, hidden_size, intermediate_size_per_partition, params_dtype, **extra)
         versions.activation_of_experts(layer, self.mixture.layer)
         self.dummy = get_current_vllm_config().load_config.load_format == "dummy"
-        check_sizes(self.mixture, self.moe.hidden_dim, self.moe.intermediate_size_per_partition, self.moe.tp_size)
+        inner = self.moe.intermediate_size_per_partition_unpadded
+        check_sizes(self.mixture, self.moe.hidden_dim_unpadded, inner, self.moe.tp_size)
         self.dtype = params_dtype
         self.arrivals = Arrivals(
             self.mixture,
@@ -261,13 +268,12 @@ class DequantizedExpertsMethod(UnquantizedFusedMoEMethod):
                 self.arrivals.check()
             self.intake.close()
             self.intake = None
-            plain = sum(part.N * part.K * (part.experts or 1) for part in self.mixture.parts.values()) * 2
             versions.logger().warning(
-                "%s: %d of its %d weights are not packed in 4 bits; all are served as plain 16-bit weights, %.1f MB",
+                "%s: %d of its %d weights are not packed in 4 bits; all are served as plain ones, %.1f MB here",
                 self.mixture.layer,
                 len(self.mixture.strangers),
                 len(self.mixture.parts),
-                plain / 1e6,
+                (layer.w13_weight.nbytes + layer.w2_weight.nbytes) / 1e6,
             )
             layer.w4_experts = "plain weight"
         super().process_weights_after_loading(layer)
