@@ -19,9 +19,15 @@ from tests.runtime.transformers.models import IDS, TINY, Recipe, logits, write
 
 pytestmark = pytest.mark.gpu
 
-CUDA = {"device_map": "cuda:0"}
+CUDA = {"device_map": "cuda:0"} if importlib.util.find_spec("accelerate") else {}
+"""Without accelerate Transformers takes no device_map; a model is moved then, which is tested anyway."""
+
 NEAR = 2e-2
 """Of logits of unit size: two layers of float16 activations, in kernels that add in different orders."""
+
+
+def loaded(folder: Path, dtype: torch.dtype = torch.float16, **settings: Any) -> Any:
+    return w4.from_pretrained(folder, dtype=dtype, **CUDA, **settings).to("cuda:0")
 
 
 def near(found: torch.Tensor, wanted: torch.Tensor) -> None:
@@ -47,7 +53,7 @@ def backends(model: Any) -> set[str | None]:
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 def test_a_real_checkpoint(plain_gpu: Any, dtype: torch.dtype) -> None:
-    model = w4.from_pretrained(TINY, dtype=dtype, **CUDA)
+    model = loaded(TINY, dtype)
     assert backends(model) <= {"hopper", "portable"}
     assert {m.qweight.device.type for m in model.modules() if isinstance(m, w4.W4Linear)} == {"cuda"}
     near(logits(model, on_gpu(IDS)), logits(plain_gpu, on_gpu(IDS)))
@@ -62,7 +68,7 @@ def test_a_real_checkpoint(plain_gpu: Any, dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("name", ["gptq", "awq", "auto-round", "compressed-tensors"])
 def test_formats(tmp_path: Path, name: str) -> None:
     reference = write(tmp_path / "m", Recipe(name)).to("cuda:0", torch.float16)
-    model = w4.from_pretrained(tmp_path / "m", dtype=torch.float16, **CUDA)
+    model = loaded(tmp_path / "m")
     near(logits(model, on_gpu(IDS)), logits(reference, on_gpu(IDS)))
 
 
@@ -73,18 +79,18 @@ def test_moved_there_after_loading(plain_gpu: Any) -> None:
 
 
 def test_saved_from_there(tmp_path: Path) -> None:
-    w4.from_pretrained(TINY, dtype=torch.float16, **CUDA).save_pretrained(tmp_path / "saved")
+    loaded(TINY).save_pretrained(tmp_path / "saved")
     assert w4plugin.verify(TINY, tmp_path / "saved")["ok"]
 
 
 def test_compile(plain_gpu: Any) -> None:
-    model = w4.from_pretrained(TINY, dtype=torch.float16, **CUDA)
+    model = loaded(TINY)
     compiled = torch.compile(model, fullgraph=True)
     near(logits(compiled, on_gpu(IDS)), logits(plain_gpu, on_gpu(IDS)))
 
 
 def test_static_cache_in_a_cuda_graph() -> None:
-    model = w4.from_pretrained(TINY, dtype=torch.float16, **CUDA)
+    model = loaded(TINY)
     options = {"max_new_tokens": 16, "min_new_tokens": 16, "do_sample": False}
     dynamic = model.generate(on_gpu(IDS), **options)
     model.generation_config.cache_implementation = "static"
@@ -94,7 +100,7 @@ def test_static_cache_in_a_cuda_graph() -> None:
 
 def test_gradient_of_x_is_that_of_the_plain_layer(tmp_path: Path) -> None:
     reference = write(tmp_path / "m", Recipe(act_order=True)).to("cuda:0")
-    model = w4.from_pretrained(tmp_path / "m", dtype=torch.float16, **CUDA)
+    model = loaded(tmp_path / "m")
     name = "model.layers.0.mlp.down_proj"
     packed, plain = model.get_submodule(name), reference.get_submodule(name)
     x = torch.randn(5, packed.in_features, device="cuda:0", dtype=torch.float16)
@@ -109,7 +115,7 @@ def test_lora() -> None:
     import peft
 
     torch.manual_seed(0)
-    model = w4.from_pretrained(TINY, dtype=torch.bfloat16, **CUDA)
+    model = loaded(TINY, torch.bfloat16)
     tuned = peft.get_peft_model(model, w4.lora(peft.LoraConfig(r=4, target_modules=["q_proj", "down_proj"])))
     optimizer = torch.optim.AdamW([p for p in tuned.parameters() if p.requires_grad], lr=1e-2)
     found = []
@@ -123,5 +129,5 @@ def test_lora() -> None:
 
 
 def test_a_backend_by_name() -> None:
-    model = w4.from_pretrained(TINY, dtype=torch.float16, backend="portable", **CUDA)
+    model = loaded(TINY, backend="portable")
     assert backends(model) == {"portable"}
