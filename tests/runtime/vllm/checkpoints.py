@@ -51,6 +51,7 @@ ARCHITECTURES = {
     "phi3": "Phi3ForCausalLM",
     "mixtral": "MixtralForCausalLM",
     "qwen2_moe": "Qwen2MoeForCausalLM",
+    "deepseek_v2": "DeepseekV2ForCausalLM",
 }
 
 
@@ -80,7 +81,7 @@ class Recipe:
 @dataclass(frozen=True)
 class Shape:
     """The model's architecture: a Llama, a Phi-3, whose q, k, v and gate, up are fused in the file, or a mixture of
-    experts, "mixtral" or "qwen2_moe" (with a shared expert), two of ``experts`` for a token."""
+    experts, "mixtral", "qwen2_moe" or "deepseek_v2" (with a shared expert), two of ``experts`` for a token."""
 
     hidden: int = 256
     inner: int = 512
@@ -116,6 +117,13 @@ class Shape:
             "self_attn.v_proj": (self.kv_heads * d, h),
             "self_attn.o_proj": (h, self.heads * d),
         }
+        if self.mixture == "deepseek_v2":  # keys and values by way of ``d`` features, half of a head rotated
+            attention = {
+                "self_attn.q_proj": (self.heads * d, h),
+                "self_attn.kv_a_proj_with_mqa": (d + d // 2, h),
+                "self_attn.kv_b_proj": (self.heads * (d // 2 + d), d),
+                "self_attn.o_proj": (h, self.heads * d),
+            }
         gate, up, down = ("w1", "w3", "w2") if self.mixture == "mixtral" else ("gate_proj", "up_proj", "down_proj")
         inner: dict[str, tuple[int, int]] = {}
         for at in self._feed_forwards():
@@ -126,7 +134,8 @@ class Shape:
         if self.mixture == "mixtral":
             return [f"block_sparse_moe.experts.{e}" for e in range(self.experts)]
         if self.mixture:
-            return [f"mlp.experts.{e}" for e in range(self.experts)] + ["mlp.shared_expert"]
+            shared = "mlp.shared_experts" if self.mixture == "deepseek_v2" else "mlp.shared_expert"
+            return [*(f"mlp.experts.{e}" for e in range(self.experts)), shared]
         return ["mlp"]
 
     def biased(self) -> tuple[str, ...]:
@@ -138,11 +147,15 @@ class Shape:
         """(N, K) of the layers of a block that no quantiser packs."""
         if self.mixture == "mixtral":
             return {"block_sparse_moe.gate": (self.experts, self.hidden)}
-        return (
-            {"mlp.gate": (self.experts, self.hidden), "mlp.shared_expert_gate": (1, self.hidden)}
-            if self.mixture
-            else {}
-        )
+        gate = {"mlp.gate": (self.experts, self.hidden)}
+        if self.mixture == "qwen2_moe":
+            return gate | {"mlp.shared_expert_gate": (1, self.hidden)}
+        return gate if self.mixture else {}
+
+    def norms(self) -> dict[str, int]:
+        """Features of the norms of a block."""
+        found = {"input_layernorm": self.hidden, "post_attention_layernorm": self.hidden}
+        return found | ({"self_attn.kv_a_layernorm": self.head_dim} if self.mixture == "deepseek_v2" else {})
 
     def config(self) -> dict[str, Any]:
         kind = "phi3" if self.fused else self.mixture or "llama"
@@ -154,6 +167,24 @@ class Shape:
                 "moe_intermediate_size": self.inner,
                 "shared_expert_intermediate_size": self.inner,
                 "norm_topk_prob": False,
+            },
+            "deepseek_v2": {
+                "n_routed_experts": self.experts,
+                "num_experts_per_tok": 2,
+                "n_shared_experts": 1,
+                "moe_intermediate_size": self.inner,
+                "first_k_dense_replace": 0,
+                "routed_scaling_factor": 1.5,
+                "topk_method": "greedy",
+                "n_group": 1,
+                "topk_group": 1,
+                "norm_topk_prob": False,
+                "q_lora_rank": None,
+                "kv_lora_rank": self.head_dim,
+                "qk_nope_head_dim": self.head_dim // 2,
+                "qk_rope_head_dim": self.head_dim // 2,
+                "v_head_dim": self.head_dim,
+                "num_key_value_heads": self.heads,
             },
         }
         return {
@@ -226,8 +257,8 @@ def write(folder: Path, recipe: Recipe, shape: Shape | None = None, seed: int = 
     shared["model.embed_tokens.weight"] = floats(shape.vocab, shape.hidden, std=1.0)
     for i in range(shape.layers):
         at = f"model.layers.{i}."
-        for norm in ("input_layernorm", "post_attention_layernorm"):
-            shared[f"{at}{norm}.weight"] = torch.ones(shape.hidden)
+        for norm, features in shape.norms().items():
+            shared[f"{at}{norm}.weight"] = torch.ones(features)
         for name, (N, K) in shape.routers().items():
             shared[f"{at}{name}.weight"] = floats(N, K, std=K**-0.5)
         orders: dict[str, np.ndarray] = {}

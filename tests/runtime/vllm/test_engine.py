@@ -99,6 +99,17 @@ def test_f8_plain_experts_among_packed_ones(shape: Shape, tmp_path: Path, monkey
         compare(ours, greedy(llm), EXACT)
 
 
+def test_experts_of_a_model_that_looks_its_parameters_up_itself(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("VLLM_MLA_DISABLE", "1")  # vLLM's attention for DeepSeek wants other sizes on a CPU
+    packed, plain = write(tmp_path, Recipe("gptq_v2", act_order="each"), Shape(mixture="deepseek_v2", inner=320))
+    with engine(packed, dtype="float32", quantization="w4plugin") as llm:
+        ours = greedy(llm)
+    with engine(plain, dtype="float32") as llm:
+        compare(ours, greedy(llm), EXACT)
+
+
 def test_packed_head_that_the_config_calls_tied(tmp_path: Path) -> None:
     packed, plain = write(tmp_path, Recipe("gptq_v2", head=4))
     edit_config(packed, tie_word_embeddings=True)

@@ -99,6 +99,7 @@ def test_names(name: str, ranks: int, tmp_path: Path) -> None:
 def test_models_that_look_the_parameters_up_themselves(whole: bool, tmp_path: Path) -> None:
     """As vLLM's DeepSeek does: a mapping of names to parameters, and their weight loaders with expert and shard."""
     made = Experts.drawn(tmp_path, Recipe("gptq", group_size=32))
+    made.tensors["2.up_proj"]["bias"] = torch.zeros(made.sizes.inner)
     shard_of = dict(zip(made.words, ("w1", "w3", "w2"), strict=True))
     routed, config, out = made.routed(), made.opened(), torch.zeros(5, made.sizes.hidden)
     for i in range(2):

@@ -98,6 +98,67 @@ def test_refused_by_name(name: str, tmp_path: Path) -> None:
         pass
 
 
+AT = "model.layers.1.block_sparse_moe.experts"
+
+
+def _missing_expert(tensors: Tensors) -> None:
+    for name in [n for n in tensors if n.startswith(f"{AT}.3.")]:
+        del tensors[name]
+
+
+def _narrow_expert(tensors: Tensors) -> None:
+    """One whose up projection lacks its last eight columns."""
+    for suffix, last in (("qweight", -8), ("scales", -8), ("qzeros", -1)):
+        tensors[f"{AT}.2.w3.{suffix}"] = tensors[f"{AT}.2.w3.{suffix}"][:, :last].contiguous()
+
+
+def _halved_groups(tensors: Tensors) -> None:
+    for suffix in ("scales", "qzeros"):
+        name = f"{AT}.2.w3.{suffix}"
+        tensors[name] = tensors[name].repeat_interleave(2, 0)
+
+
+def _another_order(tensors: Tensors) -> None:
+    tensors[f"{AT}.2.w3.g_idx"] = tensors[f"{AT}.2.w3.g_idx"].flip(0)
+
+
+def _nan_expert(tensors: Tensors) -> None:
+    tensors[f"{AT}.2.w3.scales"][0, 0] = float("nan")
+
+
+def _packed_router(tensors: Tensors) -> None:
+    """For which vLLM's model has no place."""
+    del tensors["model.layers.1.block_sparse_moe.gate.weight"]
+    for suffix in ("qweight", "qzeros", "scales", "g_idx"):
+        tensors[f"model.layers.1.block_sparse_moe.gate.{suffix}"] = tensors[f"{AT}.0.w1.{suffix}"].clone()
+
+
+MIXTURES: dict[str, tuple[Callable[[Path], None], str]] = {
+    "a missing expert": (_edit(_missing_expert), r"experts\.3: got no tensors for this expert"),
+    "an expert of another size": (_edit(_narrow_expert), r"experts\.2\.w3: got N = 248.*size of the others"),
+    "an expert of another group": (_edit(_halved_groups), r"experts\.2\.w3: got groups of 32; wanted groups of 64"),
+    "up with another act-order than gate": (_edit(_another_order), r"experts\.2\.w3: got a g_idx.*experts\.2\.w1"),
+    "NaN scales in an expert": (_edit(_nan_expert), r"experts\.2\.w3.*scales.*NaN"),
+    "a packed router": (_edit(_packed_router), r"layers\.1\.block_sparse_moe\.gate\."),
+    "more experts than the config": (
+        lambda f: edit_config(f, num_local_experts=3),
+        r"experts.*3 experts of config\.js",
+    ),
+    "fewer experts than the config": (lambda f: edit_config(f, num_local_experts=5), r"experts\.4: got no tensors"),
+    "another inner width": (lambda f: edit_config(f, intermediate_size=512), r"256 inner ones; wanted 256 and 512"),
+}
+
+
+@pytest.mark.parametrize("name", MIXTURES)
+def test_mixture_refused_by_name(name: str, tmp_path: Path) -> None:
+    change, message = MIXTURES[name]
+    order = "" if "group" in name else "each"
+    packed, _ = write(tmp_path, Recipe("gptq_v2", act_order=order), Shape(mixture="mixtral", inner=256))
+    change(packed)
+    with pytest.raises(Exception, match=f"(?s){message}"), engine(packed, dtype="float32", quantization="w4plugin"):
+        pass
+
+
 def test_eight_bit_awq_is_refused_by_name(tmp_path: Path) -> None:
     packed, _ = write(tmp_path, Recipe("awq"), Shape())
     _edit(_two_bits)(packed)
