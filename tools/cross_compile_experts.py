@@ -32,7 +32,8 @@ class Variant:
 
     tile: Tile
     first: bool
-    inline: bool
+    pairs: int
+    registers: int | None = None
     k: int = 4096
     dtype: str = "fp16"
     scales: str = "fp16"
@@ -44,22 +45,24 @@ class Variant:
 
 def variants(arch: str, sms: int) -> list[Variant]:
     """Each tile in float16 and bfloat16, with and without zeros; each kind of group and activation once."""
-    found: dict[tuple[Tile, bool, bool], int] = {}
+    found: dict[tuple[Tile, bool, int, int | None], int] = {}
     for (held, topk, hidden, inner), tokens in itertools.product(LAYERS, TOKENS):
         one = Problem(1, 2 * inner, hidden, 128, True, arch, sms)
         two = Problem(1, hidden, inner, 128, True, arch, sms)
         layout = tile_choice.choose(Load(tokens * topk, held), one, two)
-        found.setdefault((layout.first, True, layout.inline), hidden)
-        found.setdefault((layout.second, False, layout.inline), inner)
+        pairs = min(layout.pairs, 16)  # one of those that compare
+        found.setdefault((layout.first, True, pairs, layout.registers), hidden)
+        found.setdefault((layout.second, False, pairs, layout.registers), inner)
     out = []
-    for i, ((tile, first, inline), k) in enumerate(found.items()):
-        out.append(Variant(tile, first, inline, k, asym=i % 2 == 0))
-        out.append(Variant(tile, first, inline, k, "bf16", "bf16", asym=i % 2 == 1))
+    for i, ((tile, first, pairs, registers), k) in enumerate(found.items()):
+        out.append(Variant(tile, first, pairs, registers, k, asym=i % 2 == 0))
+        out.append(Variant(tile, first, pairs, registers, k, "bf16", "bf16", asym=i % 2 == 1))
     small, large = out[0], max(out, key=lambda v: v.tile.bm if v.first else 0)
     for group in (0, 16, 32, 64):
         for v in (small, large):
             p = Problem(v.tile.bm, 4096, v.k, group, True, arch, sms)
             out.append(replace(v, tile=replace(tiles.fit(v.tile, p), split=1), group=group))
+    out.append(replace(small, pairs=tile_choice.INLINE))
     out.append(replace(small, dtype="bf16", scales="fp32"))
     out.append(replace(small, gated=False, activation="relu2"))
     out.extend(replace(small, activation=activation) for activation in ("gelu", "gelu_tanh"))
@@ -74,7 +77,7 @@ def compile_variant(v: Variant, arch: str, sms: int, build: Build) -> Any:
         nothing, nothing, None, None, nothing, nothing, None, None, None, 4096, v.group, v.group, v.gated,
         v.activation, False,
     )  # fmt: skip
-    layout = Layout(v.tile, v.tile, v.inline)
+    layout = Layout(v.tile, v.tile, v.pairs, v.registers)
     constants = experts.constants(p, v.tile, layout, call, asym=v.asym, share=8 if v.first else 1, first=v.first)
     pointers = {
         "x_ptr": v.dtype,
@@ -83,12 +86,12 @@ def compile_variant(v: Variant, arch: str, sms: int, build: Build) -> Any:
         "zeros_ptr": "u8" if v.asym else None,
         "ids_ptr": "i32",
         "map_ptr": None,
-        "slots_ptr": None if v.inline else "i32",
-        "experts_ptr": None if v.inline else "i32",
+        "slots_ptr": None if v.pairs else "i32",
+        "experts_ptr": None if v.pairs else "i32",
         "weights_ptr": "fp32",
         "out_ptr": v.dtype if v.first else "fp32",
     }
-    return build(kernels.product_kernel, pointers, constants, arch, portable.options(v.tile))
+    return build(kernels.product_kernel, pointers, constants, arch, experts.options(layout, v.tile, arch))
 
 
 def compile_others(arch: str, build: Build) -> Iterator[tuple[str, Any]]:
@@ -97,7 +100,7 @@ def compile_others(arch: str, build: Build) -> Iterator[tuple[str, Any]]:
     for ids, mapped in (("i32", False), ("i64", True)):
         common: dict[str, str | None] = {"ids_ptr": ids, "map_ptr": "i32" if mapped else None}
         for held in (8, 128, 512):
-            sizes = {"CHUNK": tile_choice.CHUNK, "E": experts.power_of_two(held + 1), "MAPPED": mapped}
+            sizes = {"CHUNK": tile_choice.CHUNK, "E": max(16, tile_choice.power_of_two(held + 1)), "MAPPED": mapped}
             yield (
                 f"count {held} {ids}",
                 build(kernels.count_kernel, {**common, "counts_ptr": "i32"}, sizes, arch, {"num_warps": 4}),

@@ -56,8 +56,10 @@ def test_compiles(arch: str, triton: str) -> None:
             assert line["wgmma" if "kind='wide'" in line["variant"] else "mma.sync"] > 0, line
             assert line["serialized"] == 0, f"wgmma waits for itself: {line}"
             continue
-        assert line["stack"] == 0, f"spills: {line}"
-        if line["kernel"] != "matmul":
+        # 128 registers let four programs of 16 rows on a multiprocessor; a value or two wait out the loop on the stack.
+        limited = "registers=128" in line["variant"] and line.get("spilled") == 0
+        assert line["stack"] <= (32 if limited else 0), f"spills: {line}"
+        if line["kernel"] not in ("matmul", "experts"):
             continue
         used = {kind for kind in ("mma.sync", "wgmma", "tcgen05", "mfma") if line.get(kind)}
         assert used, f"no matrix instruction: {line}"

@@ -26,7 +26,7 @@ from w4plugin.kernels.moe import op
 from w4plugin.tensor import W4Tensor
 
 F16, BF16 = torch.float16, torch.bfloat16
-LAYER = Layer(4, 64, 128, 32)
+LAYER = Layer(4, 64, 32, 32)
 
 
 def arguments(x: Tensor, p: PreparedExperts, w: Tensor, ids: Tensor, where: Tensor | None = None) -> tuple[object, ...]:
@@ -45,7 +45,7 @@ def each(device: torch.device, layer: Layer = LAYER) -> list[tuple[ExpertSample,
 
 
 def test_opcheck(device: torch.device) -> None:
-    for layer in (LAYER, Layer(3, 64, 64, 32, False, order="act")):
+    for layer in (LAYER, Layer(3, 64, 32, 16, False, order="act")):
         for _, p in each(device, layer):
             x = activations(3, 64, F16, device)
             w, ids = routing(3, 2, layer.experts, device)
@@ -231,12 +231,12 @@ def test_bad_weights(device: torch.device) -> None:
     refuse(lambda: run(one, s.down, dtype=F16), "prepare_experts", "two stacks")
     fewer = W4Tensor.stack_experts([s.down.expert(e) for e in range(3)])
     refuse(lambda: run(s.gate_up, fewer, dtype=F16), "prepare_experts", "[3, ", "same number of experts")
-    refuse(lambda: run(s.gate_up, s.down, dtype=F16, gated=False), "N = 256", "N = 128", "without a gate")
+    refuse(lambda: run(s.gate_up, s.down, dtype=F16, gated=False), "N = 64", "N = 32", "without a gate")
     refuse(lambda: run(s.gate_up, s.down.shard_n(0, 32), dtype=F16), "K = 64", "K = 32")
     refuse(lambda: run(s.gate_up, s.down, dtype=F16, backend="fast"), "'fast'", "plain")
     refuse(lambda: run(s.gate_up, s.down, dtype=torch.float64), "float64", "plain: ", kind=UnsupportedError)
-    gate, up = s.gate_up.shard_n(0, 128), s.gate_up.shard_n(128, 256)
-    refuse(lambda: run((gate, up.shard_n(0, 64)), s.down, dtype=F16), "gate, up", "one shape")
+    gate, up = s.gate_up.shard_n(0, 32), s.gate_up.shard_n(32, 64)
+    refuse(lambda: run((gate, up.shard_n(0, 16)), s.down, dtype=F16), "gate, up", "one shape")
 
 
 def test_gate_and_up_with_different_orders(device: torch.device) -> None:
@@ -259,4 +259,4 @@ def test_gate_and_up_with_different_orders(device: torch.device) -> None:
 def test_nbytes_counts_what_is_held(device: torch.device) -> None:
     s = expert_sample(LAYER, device)
     p = kernels.prepare_experts(s.gate_up, s.down, dtype=F16, backend="plain")
-    assert p.nbytes() == 4 * (64 * 256 // 2 + 2 * 256 * 3 + 128 * 64 // 2 + 4 * 64 * 3)
+    assert p.nbytes() == 4 * (64 * 64 // 2 + 2 * 64 * 3 + 32 * 64 // 2 + 1 * 64 * 3)

@@ -37,21 +37,24 @@ def call_of(p: kernels.PreparedExperts, expert_map: torch.Tensor | None = None, 
     )  # fmt: skip
 
 
-@pytest.mark.parametrize("inline", [True, False], ids=["inline", "sorted"])
+@pytest.mark.parametrize("pairs", [0, 1, 16], ids=["sorted", "alone", "compared"])
 @pytest.mark.parametrize("tile", TILES, ids=lambda t: f"{t.bm}x{t.bn}-u{t.unroll}-k{t.k_warps}-{t.on_sum}-{t.ahead}")
-def test_each_kind_of_tile(tile: Tile, inline: bool, device: torch.device) -> None:
-    """Tiles are forced, sizes do not fit them: 3 blocks of rows, 5 blocks of columns, more pairs of one expert than a
-    small tile has rows."""
+def test_each_kind_of_tile(tile: Tile, pairs: int, device: torch.device) -> None:
+    """Tiles are forced, and sizes do not fit them: 3 blocks of rows, 5 blocks of columns."""
     layer, dtype = (Layer(2, 144, 40, 32), F16) if tile.unroll == 2 else (Layer(2, 128, 40, 64, False, BF16), BF16)
     s = expert_sample(layer, device)
     p = kernels.prepare_experts(s.gate_up, s.down, dtype=dtype, backend="portable")
-    x = activations(11, layer.hidden, dtype, device)
-    weights, ids = routing(11, 2, 2, device)
-    ids[:, 0], ids[:7, 1], ids[7:, 1] = 1, -1, 0
+    tokens = 3 if pairs == 1 else min(tile.bm + 1, 12)  # alone makes a program a pair
+    x = activations(tokens, layer.hidden, dtype, device)
+    weights, ids = routing(tokens, 1, 2, device)
+    ids[:] = 1  # more pairs than a small tile has rows
+    if tokens > 3:
+        ids[2] = -1
+    ids[-1] = 0
     call = call_of(p)
-    sizes = portable.sizes(x, 2, call)
+    sizes = portable.sizes(x, 1, call)
     one, two = (replace(tiles.fit(tile, q), split=1) for q in (sizes.first, sizes.second))
-    got = portable.run(sizes, Layout(one, two, inline), x, weights, ids, call)
+    got = portable.run(sizes, Layout(one, two, pairs, 128 if tile.k_warps == 8 else None), x, weights, ids, call)
     check_experts(got, expected(s, x, weights, ids), f"{tile} {layer} {dtype}")
 
 
@@ -76,7 +79,7 @@ def test_sort(tokens: int, topk: int, held: int, bm: int, kind: torch.dtype, dev
     tile = Tile(bm, 64, 2, 1, 4, 3, True)
     problem = Problem(bm, 64, 64, 64, True, target(device, F16).arch, 1)
     s = portable.Sizes(tokens, topk, held, 64, 64, 64, problem, problem)
-    got, owners = portable._sort(s, Layout(tile, tile, False), ids.to(kind).to(device), where.to(device), held + 4, {})
+    got, owners = portable._sort(s, Layout(tile, tile, 0), ids.to(kind).to(device), where.to(device), held + 4, {})
     assert got.tolist()[: len(slots)] == slots
     assert owners.tolist() == experts + [-1] * (len(owners) - len(experts))
     assert len(owners) == Load(pairs, held).blocks(bm)
@@ -106,7 +109,8 @@ def test_choice() -> None:
     mixtral = [Problem(1, n, k, 128, True, "sm_90", 132) for n, k in ((28672, 4096), (4096, 14336))]
     sizes = [tile_choice.choose(Load(2 * t, 8), *mixtral) for t in (1, 4, 16, 64, 256, 1024, 4096)]
     assert [layout.first.bm for layout in sizes] == [8, 8, 16, 32, 64, 128, 128]
-    assert [layout.inline for layout in sizes] == [True, True, True, False, False, False, False]
+    assert [layout.pairs for layout in sizes] == [1, 16, 32, 0, 0, 0, 0]
+    assert (sizes[0].first.k_warps, sizes[0].second.k_warps) == (4, 8), "1792 programs and 256"
     qwen = [Problem(1, n, k, 128, True, "sm_90", 132) for n, k in ((1536, 2048), (2048, 768))]
     first = tile_choice.choose(Load(8, 128), *qwen)
     assert (first.first.k_warps, first.first.unroll, first.second.k_warps, first.second.unroll) == (8, 2, 4, 1)

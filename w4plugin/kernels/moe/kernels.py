@@ -5,10 +5,11 @@
     out[t] = y[t, 0] + y[t, 1] + ...
 
 Both products are :mod:`w4plugin.kernels.portable_kernels`' inner loop with an expert's weight and a list of rows. A
-program takes BM pairs of one expert. Who they are it finds out in one of two ways: few pairs are compared with each
-other by every program (INLINE: one program a pair, all but the first of every BM of an expert leave); many are sorted
-beforehand into blocks of BM slots by :func:`place_kernel`, every expert's in the order of the pairs. Neither asks the
-host, and no sum depends on who came first.
+program takes BM pairs of one expert. Who they are it finds out in one of three ways (PAIRS). 0: many pairs were sorted
+beforehand into blocks of BM slots by :func:`place_kernel`, every expert's in the order of the pairs. A power of two: so
+few that each program compares them all; there is one program a pair, and all but the first of every BM of an expert
+leave. 1: so few that hardly two are of one expert; each program takes its own. None asks the host, and no sum depends
+on who came first.
 
 Words: ``known`` experts of the model, ``held`` ones here; ``P`` pairs, also the number that stands for "no pair".
 """
@@ -123,19 +124,21 @@ def place_kernel(
 
 
 @triton.jit
-def _inline_rows(ids_ptr, map_ptr, pid, P, known, held, BM: tl.constexpr, PAIRS: tl.constexpr, MAPPED: tl.constexpr):
-    """(expert, pairs ``[BM]``) of the program of pair ``pid``; expert -1 where another program takes that pair."""
+def _rank(ids_ptr, map_ptr, pid, mine, P, known, held, PAIRS: tl.constexpr, MAPPED: tl.constexpr):
+    """(experts of all pairs, how many pairs before ``pid`` are of its expert ``mine``)."""
     o_p = tl.arange(0, PAIRS)
     e = local_expert(ids_ptr, map_ptr, o_p, P, known, held, MAPPED)
-    mine = tl.sum(tl.where(o_p == pid, e, 0), 0)
+    return e, tl.sum(((e == mine) & (o_p < pid)).to(tl.int32), 0)
+
+
+@triton.jit
+def _rows(e, mine, first, P, BM: tl.constexpr, PAIRS: tl.constexpr):
+    """The ``first``-th and next pairs of expert ``mine``, ``[BM]``, P where there are no more."""
+    o_p = tl.arange(0, PAIRS)
     same = (e == mine).to(tl.int32)
-    rank = tl.cumsum(same, 0) - same
-    first = tl.sum(tl.where(o_p == pid, rank, 0), 0)
-    wanted = first + tl.arange(0, BM)
-    hit = (rank[None, :] == wanted[:, None]) & (same[None, :] != 0)
-    rows = tl.sum(tl.where(hit, o_p[None, :] + 1, 0), 1)
-    rows = tl.where(rows > 0, rows - 1, P)
-    return tl.where(first % BM == 0, mine, -1), rows
+    rank = tl.cumsum(same, 0) - 1
+    hit = (rank[None, :] == (first + tl.arange(0, BM))[:, None]) & (same[None, :] != 0)
+    return tl.minimum(tl.min(tl.where(hit, o_p[None, :], 2147483647), 1), P)
 
 
 # ---------------------------------------------------------------------------------------------------- products
@@ -191,10 +194,10 @@ def product_kernel(
     WHOLE_N: tl.constexpr,
     UNPACK: tl.constexpr,
     KW: tl.constexpr,
-    INLINE: tl.constexpr,
     PAIRS: tl.constexpr,
     MAPPED: tl.constexpr,
     SHARE: tl.constexpr,
+    SWIZZLE: tl.constexpr,
     FIRST: tl.constexpr,
     GATED: tl.constexpr,
     ACT: tl.constexpr,
@@ -205,12 +208,13 @@ def product_kernel(
     Args:
         words_ptr: int32 ``[held, blocks, n16, 128]``, fragment order.
         scales_ptr, zeros_ptr: ``[held, G, N]``; zeros uint8, read when ASYM.
-        ids_ptr: ``[P]``, read when INLINE; map_ptr: int32 ``[known]``, read when MAPPED.
-        slots_ptr, experts_ptr: of :func:`place_kernel`, read unless INLINE.
+        ids_ptr: ``[P]``, read when PAIRS; map_ptr: int32 ``[known]``, read when MAPPED.
+        slots_ptr, experts_ptr: of :func:`place_kernel`, read unless PAIRS.
         weights_ptr: float32 ``[P]``, read when WEIGHTED.
         out_ptr: FIRST: ``[P, N / 2]`` (``[P, N]`` without a gate); else float32 ``[P, N]``.
         stride8: x's row stride in units of 8 elements (rows start at multiples of 16 bytes).
         SHARE: pairs that read one row of x: topk, or 1.
+        SWIZZLE: blocks of pairs that neighbouring programs go through before the next columns; 0: all of them.
         PDL: the kernel may start before the one ahead of it in the stream has ended. The second product then knows
             that routing is done (the first had to wait for it) and loads weights before it waits.
         Others as in ``portable_kernels.matmul_kernel``.
@@ -221,21 +225,31 @@ def product_kernel(
     STREAM: tl.constexpr = BM <= 16
     MASKED: tl.constexpr = not WHOLE_N
     pid_m, pid_n = tl.program_id(0), tl.program_id(1)
+    if SWIZZLE:  # programs that run together share rows of x and columns of weights
+        pid = pid_n * tl.num_programs(0) + pid_m
+        width = SWIZZLE * tl.num_programs(1)
+        first_m = pid // width * SWIZZLE
+        high = tl.minimum(tl.num_programs(0) - first_m, SWIZZLE)
+        pid_m = first_m + pid % width % high
+        pid_n = pid % width // high
     if PDL and FIRST:
         gdc_wait()
         gdc_launch_dependents()
-    if INLINE:
-        e, pairs = _inline_rows(ids_ptr, map_ptr, pid_m, P, known, held, BM, PAIRS, MAPPED)
+    if PAIRS:
+        e = local_expert(ids_ptr, map_ptr, pid_m, P, known, held, MAPPED)
     else:
         e = tl.load(experts_ptr + pid_m)
         pairs = tl.load(slots_ptr + pid_m * BM + tl.arange(0, BM))
     if e < 0:
         return
+    if PAIRS > 1:
+        all_of, rank = _rank(ids_ptr, map_ptr, pid_m, e, P, known, held, PAIRS, MAPPED)
+        if rank % BM != 0:  # the program of an earlier pair takes this one too
+            return
     words_ptr += e.to(tl.int64) * blocks * n16 * 128
     scales_ptr += e.to(tl.int64) * G * N
     if ASYM:
         zeros_ptr += e.to(tl.int64) * G * N
-    m = tl.where(pairs < P, pairs // SHARE, P)  # P rows of x at most: P is outside
     n = pid_n * BN + tl.arange(0, BN)
     r = tl.arange(0, R)[:, None]
     if K_WARPS == 1:
@@ -258,6 +272,11 @@ def product_kernel(
         )
     if PREFETCH:
         words = _load_step(words_ptr, 0, blocks, o_j, o_k, n16, steps > 0, UNROLL, K_WARPS, STREAM, WHOLE_K, WHOLE_N)
+    if PAIRS == 1:
+        pairs = tl.where(tl.arange(0, BM) == 0, pid_m, P)
+    elif PAIRS:  # while weights are on their way
+        pairs = _rows(all_of, e, rank, P, BM, PAIRS)
+    m = tl.where(pairs < P, pairs // SHARE, P)  # P rows of x at most: P is outside
     if PDL and not FIRST:
         gdc_wait()
         gdc_launch_dependents()

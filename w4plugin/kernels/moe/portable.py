@@ -20,7 +20,7 @@ from w4plugin.kernels.fragments import COLUMNS, ROWS, blocks, from_fragments, to
 from w4plugin.kernels.moe import rows, tile_choice
 from w4plugin.kernels.moe.backend import Call, ExpertsBackend, Kept, PreparedExperts
 from w4plugin.kernels.moe.rows import Rows
-from w4plugin.kernels.moe.tile_choice import CHUNK, PAIRS, Layout, Load
+from w4plugin.kernels.moe.tile_choice import CHUNK, Layout, Load, power_of_two
 from w4plugin.kernels.tiles import Problem, Tile
 from w4plugin.tensor import W4Tensor
 
@@ -232,11 +232,11 @@ def run(s: Sizes, layout: Layout, x: Tensor, topk_weights: Tensor, topk_ids: Ten
             )  # fmt: skip
             x, share = gathered, 1
         slots = experts = None
-        if not layout.inline:
+        if not layout.pairs:
             slots, experts = _sort(s, layout, ids, where, known, extra)
         h = x.new_empty((pairs, s.h))
         y = torch.empty((pairs, s.hidden), dtype=torch.float32, device=x.device)
-        m = pairs if layout.inline else s.load.blocks(layout.first.bm)
+        m = pairs if layout.pairs else s.load.blocks(layout.first.bm)
         for first in (True, False):
             tile, p = (layout.first, s.first) if first else (layout.second, s.second)
             words, scales, zeros = (
@@ -249,7 +249,7 @@ def run(s: Sizes, layout: Layout, x: Tensor, topk_weights: Tensor, topk_ids: Ten
             kernels.product_kernel[(m, blocks(p.n, tile.bn))](
                 source, words, scales, zeros, ids, where, slots, experts, weights, target, *routed,
                 p.n, p.k, scales.shape[1], source.stride(0) // 8, words.shape[1], words.shape[2],
-                *chosen.values(), **portable.options(tile),
+                *chosen.values(), **options(layout, tile, p.arch),
             )  # fmt: skip
         kernels.sum_kernel[(s.tokens, blocks(s.hidden, 1024))](
             y, ids, where, out, *routed, s.hidden, s.topk, 1024, where is not None, pdl,
@@ -266,7 +266,7 @@ def _sort(
 
     bm, pairs = layout.first.bm, s.load.pairs
     most, chunks = s.load.blocks(bm), blocks(pairs, CHUNK)
-    width = power_of_two(s.held + 1)
+    width = max(16, power_of_two(s.held + 1))
     slots = torch.empty(most * bm, dtype=torch.int32, device=ids.device)
     experts = torch.empty(most, dtype=torch.int32, device=ids.device)
     counts = None
@@ -287,9 +287,10 @@ PLACED = 64
 """Blocks whose experts one program of the sort writes."""
 
 
-def power_of_two(n: int) -> int:
-    """The least power of two of at least n, and at least 16."""
-    return max(16, 1 << (n - 1).bit_length())
+def options(layout: Layout, tile: Tile, arch: str) -> dict[str, Any]:
+    """How a product is compiled and launched."""
+    most = {"maxnreg": layout.registers} if layout.registers and arch.startswith("sm_") else {}
+    return portable.options(tile) | most
 
 
 def constants(
@@ -300,10 +301,10 @@ def constants(
     for name in ("SPLIT", "BY_ROW", "BIAS"):
         del shared[name]
     return shared | {
-        "INLINE": layout.inline,
-        "PAIRS": PAIRS,
+        "PAIRS": layout.pairs,
         "MAPPED": call.expert_map is not None,
         "SHARE": share,
+        "SWIZZLE": 8 if tile.bm >= 64 else 0,
         "FIRST": first,
         "GATED": first and call.gated,
         "ACT": call.activation if first else "",

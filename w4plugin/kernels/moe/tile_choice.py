@@ -10,8 +10,11 @@ from w4plugin.kernels.tiles import Problem, Tile
 CHUNK = 256
 """Pairs that one program of the sort takes."""
 
-PAIRS = 64
+INLINE = 64
 """Up to so many pairs programs find their rows themselves; more are sorted first."""
+
+ALONE = 1.15
+"""Up to so many pairs to an expert, on average over the experts that have any, every pair is a program's only row."""
 
 BUCKETS = (8, 16, 32, 64)
 """Rows of one expert that a program takes, below the largest; the largest follows the architecture."""
@@ -47,12 +50,14 @@ class Layout:
 
     Attributes:
         first, second: tiles as the portable kernel has them; ``split`` is always 1.
-        inline: programs find their rows themselves.
+        pairs: how programs find their rows, as ``product_kernel`` has it: 0 sorted, 1 alone, else by comparing so many.
+        registers: most registers of a thread (NVIDIA), None for the compiler's choice.
     """
 
     first: Tile
     second: Tile
-    inline: bool
+    pairs: int
+    registers: int | None = None
 
 
 def choose(load: Load, first: Problem, second: Problem) -> Layout:
@@ -62,8 +67,14 @@ def choose(load: Load, first: Problem, second: Problem) -> Layout:
     when the number of tokens changes, which changes the last bit of a sum.
     """
     bm = _rows(load, first.arch)
-    inline = load.pairs <= PAIRS
-    return Layout(_tile(bm, replace(first, m=bm)), _tile(bm, replace(second, m=bm)), inline)
+    registers = 128 if bm == 16 else None  # 16 warps fit a multiprocessor
+    return Layout(_tile(load, bm, first), _tile(load, bm, second), _pairs(load), registers)
+
+
+def _pairs(load: Load) -> int:
+    if load.pairs > INLINE:
+        return 0
+    return 1 if load.rows <= ALONE else max(16, power_of_two(load.pairs))
 
 
 def _rows(load: Load, arch: str) -> int:
@@ -76,11 +87,13 @@ def _rows(load: Load, arch: str) -> int:
     return 128
 
 
-def _tile(bm: int, p: Problem) -> Tile:
+def _tile(load: Load, bm: int, p: Problem) -> Tile:
+    p = replace(p, m=bm)
     cuda = p.arch.startswith("sm_")
     blocks = -(-p.k // 64)
     if bm <= 16 and cuda:
-        warps, unroll = _parts(blocks)
+        programs = load.pairs / load.rows * -(-p.n // 32)
+        warps, unroll = _parts(blocks, programs >= 4 * p.sms)
         tile = Tile(bm, 32, unroll, 1, warps, 3, True, k_warps=warps, pdl=True)
     elif bm <= 16:
         tile = Tile(16, 64, 2, 1, 4, 3, True)
@@ -93,7 +106,15 @@ def _tile(bm: int, p: Problem) -> Tile:
     return replace(tiles.fit(tile, p), split=1)
 
 
-def _parts(blocks: int) -> tuple[int, int]:
-    """(warps that share K, blocks a step) that leave the fewest places of a step empty; of equals the largest step."""
-    choices = ((8, 2), (8, 1), (4, 2), (4, 1))
+def power_of_two(n: int) -> int:
+    """The least power of two of at least n."""
+    return 1 << (n - 1).bit_length()
+
+
+def _parts(blocks: int, many: bool) -> tuple[int, int]:
+    """(warps that share K, blocks a step) that leave the fewest places of a step empty; of equals the largest step.
+
+    Where programs are many, four warps each: what a program spends before and after its loop, it spends a warp.
+    """
+    choices = ((4, 2), (4, 1)) if many else ((8, 2), (8, 1), (4, 2), (4, 1))
     return min(choices, key=lambda c: -(-blocks // (c[0] * c[1])) * c[0] * c[1])
