@@ -8,18 +8,19 @@ import os
 import re
 import subprocess
 import sys
+import tomllib
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 import pytest
 
+from tests.blocks import PAGES, ROOT, blocks, of_runner, runner
 from w4plugin.cli import main
 from w4plugin.formats.registry import BUILT_IN
 
-ROOT = Path(__file__).parents[1]
 README = (ROOT / "README.md").read_text()
-BLOCKS = re.findall(r"^```(\w*)\n(.*?)^```$", README, re.MULTILINE | re.DOTALL)
+BLOCKS = blocks(ROOT / "README.md")
 SHELL = [line for kind, block in BLOCKS if kind in ("", "sh", "bash") for line in block.splitlines()]
 CODE = [*SHELL, *re.findall(r"`([^`\n]+)`", re.sub(r"^```.*?^```$", "", README, flags=re.MULTILINE | re.DOTALL))]
 
@@ -35,18 +36,26 @@ def tool() -> ModuleType:
 
 
 def test_sections_are_fresh(tool: ModuleType) -> None:
-    names = [m["name"] for m in tool.MARKED.finditer(README)]
-    assert {"formats", "repack"} <= set(names)
-    assert len(set(names)) == len(names)
-    assert README.count("made by tools/readme -->") == len(names)  # every section has an end
-    assert tool.stale(README) == [], "run ./tools/readme"
+    assert tuple(PAGES) == tool.PAGES
+    names = []
+    for page in PAGES:
+        text = page.read_text()
+        here = [m["name"] for m in tool.MARKED.finditer(text)]
+        assert text.count("made by tools/readme -->") == len(here), page.name  # every section has an end
+        names += here
+    assert sorted(names) == sorted(tool.SECTIONS)  # each stands somewhere, once
+    # in a process of its own: which kernels run where is asked of a Triton that compiles, not of the tests' interpreter
+    check = [sys.executable, str(ROOT / "tools" / "readme.py"), "--check"]
+    done = subprocess.run(check, env=environment(), capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
 
 
 def test_a_stale_section_is_told_and_mended(tool: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = tmp_path / "README.md"
+    monkeypatch.setattr(tool, "SECTIONS", {"formats": tool.formats})
     fresh = tool.made(README)
     path.write_text(fresh.replace("| `gptq_v2` |", "| `gptq_v3` |"))
-    monkeypatch.setattr(tool, "README", path)
+    monkeypatch.setattr(tool, "PAGES", (path,))
     monkeypatch.setattr(sys, "argv", ["readme", "--check"])
     assert tool.main() == 1
     monkeypatch.setattr(sys, "argv", ["readme"])
@@ -94,22 +103,76 @@ def test_measurements_of_repack(tool: ModuleType, tmp_path: Path, monkeypatch: p
     assert "0.23 s after imports" in text
 
 
-PYTHON = [block for kind, block in BLOCKS if kind == "python"]
+def environment() -> dict[str, str]:
+    """That of a user: the project importable, its command on the path, no hub."""
+    kept = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
+    path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
+    return {**kept, "PYTHONPATH": str(ROOT), "PATH": path, "HF_HUB_OFFLINE": "1"}
+
+
+def bash(script: str, cwd: Path, said: str = "") -> str:
+    done = subprocess.run(
+        ["bash", "-euo", "pipefail", "-c", script],
+        cwd=cwd, env=environment(), input=said, capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+PYTHON = of_runner("python")
 
 
 @pytest.mark.parametrize("block", PYTHON, ids=lambda b: b.strip().splitlines()[-1][:40])
 def test_python_runs(block: str, tmp_path: Path) -> None:
     (tmp_path / "examples").symlink_to(ROOT / "examples")
-    environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"} | {"PYTHONPATH": str(ROOT)}
-    environment["HF_HUB_OFFLINE"] = "1"  # what is not in examples/ is not looked for
     done = subprocess.run(
-        [sys.executable, "-c", block], cwd=tmp_path, env=environment, capture_output=True, text=True, check=False
+        [sys.executable, "-c", block], cwd=tmp_path, env=environment(), capture_output=True, text=True, check=False
     )
     assert done.returncode == 0, done.stderr
 
 
-def test_there_is_python_to_run() -> None:
-    assert len(PYTHON) >= 2
+def test_every_block_is_run_by_a_test() -> None:
+    """Here, or in the environment of the host that it needs; ``text`` is no code."""
+    for kind, block in BLOCKS:
+        assert runner(kind, block) in ("", "python", "tools", "verbs", "transformers", "vllm")
+    for page in PAGES:
+        for kind, block in blocks(page):
+            runner(kind, block)
+    assert len(PYTHON) >= 6
+    for name in ("tools", "verbs", "transformers", "vllm"):
+        assert of_runner(name), name
+    for host in ("transformers", "vllm"):
+        text = (ROOT / "tests" / "runtime" / host / "test_readme.py").read_text()
+        assert f'of_runner("{host}")' in text
+
+
+@pytest.mark.slow
+def test_the_first_commands() -> None:
+    """As they stand, in this checkout: they make their environments if they are not there."""
+    (block,) = of_runner("tools")
+    out = bash(block, ROOT, said="the cat\n")
+    assert "every integer code, zero point, scale and group of it is in the repacked checkpoint" in out
+    assert out.rpartition("> ")[0].rpartition("> ")[2].strip()  # what it answered
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("block", of_runner("verbs"), ids=lambda b: b.split()[1])
+def test_the_command_line(block: str, tmp_path: Path) -> None:
+    """With MODEL in its place; OUT, PLAIN and the other capitals are folders."""
+    (tmp_path / "MODEL").symlink_to(ROOT / "examples" / "llama-gptq-actorder")
+    out = bash(block, tmp_path)
+    made = {name for name in re.findall(r"\b[A-Z]{3,}\b|(?<=--out )\w+", re.sub(r"#.*", "", block)) if name != "MODEL"}
+    assert made
+    for name in made:
+        assert any((tmp_path / name).iterdir()), name
+    assert "microseconds a call" in out
+
+
+def test_what_pip_installs_exists() -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    named = {extra for page in PAGES for extra in re.findall(r"'\.\[(\w+)\]'", page.read_text())}
+    assert {"vllm", "transformers", "sglang", "bench"} <= named
+    assert named <= set(project["optional-dependencies"])
 
 
 def test_scripts_exist_and_can_be_started() -> None:
@@ -124,8 +187,7 @@ def test_scripts_exist_and_can_be_started() -> None:
 def test_verbs_exist() -> None:
     texts = [text for text in CODE if not text.startswith("pip ")]
     shown = {m for text in texts for m in re.findall(r"(?<![\w/-])w4plugin ([a-z]+)", text)}
-    assert shown <= set(main.commands)
-    assert set(main.commands) - shown <= {"completion"}, "verbs that README does not show"
+    assert shown == set(main.commands)
 
 
 def test_flags_exist() -> None:
@@ -143,10 +205,15 @@ def test_targets_of_to_exist() -> None:
     assert named | {"gptq_v2"} == writable
 
 
-def test_links_lead_somewhere() -> None:
-    anchors = {re.sub(r"[^\w -]", "", h.lower()).replace(" ", "-") for h in re.findall(r"^#+ (.*)$", README, re.M)}
-    for target in re.findall(r"\]\(([^)\s]+)\)", README):
-        if target.startswith("#"):
-            assert target[1:] in anchors, target
-        elif "://" not in target:
-            assert (ROOT / target.partition("#")[0]).exists(), target
+@pytest.mark.parametrize("page", PAGES, ids=lambda p: p.name)
+def test_links_lead_somewhere(page: Path) -> None:
+    def anchors(text: str) -> set[str]:
+        return {re.sub(r"[^\w -]", "", h.lower()).replace(" ", "-") for h in re.findall(r"^#+ (.*)$", text, re.M)}
+
+    for target in re.findall(r"\]\(([^)\s]+)\)", page.read_text()):
+        if "://" in target:
+            continue
+        name, _, anchor = target.partition("#")
+        other = page if not name else page.parent / name
+        assert other.exists(), target
+        assert not anchor or anchor in anchors(other.read_text()), target

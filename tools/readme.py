@@ -1,4 +1,4 @@
-"""What tools/readme does: README.md's sections between ``<!-- NAME: made by tools/readme -->`` and ``<!-- /NAME -->``.
+"""What tools/readme does: sections of README.md and docs/ between ``<!-- NAME: made by tools/readme -->`` and its end.
 
 Each is one function in SECTIONS that returns its Markdown, or nothing while the results it shows are not there.
 """
@@ -16,6 +16,7 @@ from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
 README = ROOT / "README.md"
+PAGES = (README, *sorted((ROOT / "docs").glob("*.md")))
 BENCHMARKS = ROOT / "benchmarks"
 
 MARKED = re.compile(r"(<!-- (?P<name>[\w-]+): made by tools/readme -->\n)(?P<body>.*?)(<!-- /(?P=name) -->)", re.DOTALL)
@@ -190,11 +191,164 @@ def vllm() -> str:
     return text
 
 
-SECTIONS: dict[str, Callable[[], str]] = {"formats": formats, "repack": repack, "speed": speed, "vllm": vllm}
+def hosts() -> str:
+    """Which versions of the hosts are tested, by the constants that their adapters and environments state."""
+    from w4plugin.runtime.sglang import host as sglang
+    from w4plugin.runtime.vllm import versions as vllm_versions
+
+    pins = (ROOT / "tests" / "requirements-transformers.txt").read_text()
+    found = re.search(r"^transformers==([\d.]+)$", pins, re.MULTILINE)
+    assert found is not None
+    rows = [
+        (
+            "vLLM",
+            ", ".join(vllm_versions.TESTED),
+            "engine and server on a CPU, engine on an H200",
+            "[vllm.md](docs/vllm.md)",
+        ),
+        ("Transformers", found[1], "whole, on a CPU", "below"),
+        (
+            "SGLang",
+            ".".join(map(str, sglang.TESTED)),
+            "its layers, loaders, config and Llama class, on a CPU; no engine, no GPU",
+            "[sglang.md](docs/sglang.md)",
+        ),
+    ]
+    return table(("host", "tested versions", "what was run", "more"), rows)
+
+
+def gpus() -> str:
+    """What runs on which device, by the backends' own conditions."""
+    import torch
+
+    from w4plugin.kernels import registry
+    from w4plugin.kernels.backend import Target
+
+    kinds = [
+        ("sm_90", "H100, H200", "measured on an H200"),
+        ("sm_80", "A100", "compiled in CI"),
+        ("sm_89", "L4, L40S, RTX 4090", "compiled in CI"),
+        ("sm_100", "B200", "compiled in CI"),
+        ("gfx942", "MI300X", "compiled in CI"),
+        ("gfx950", "MI350X", "compiled in CI"),
+        ("cpu", "any CPU of PyTorch", "run in CI"),
+    ]
+    rows = []
+    for arch, names, proof in kinds:
+        device = torch.device("cpu" if arch == "cpu" else "cuda")
+        against = registry.reasons(Target(device, torch.bfloat16, arch))
+        rows.append((f"`{arch}`", names, ", ".join(name for name, why in against.items() if why is None), proof))
+    return table(("architecture", "such as", "backends, the first that fits a weight is taken", "checked"), rows)
+
+
+PEERS = {
+    "marlin": "Marlin",
+    "machete": "Machete",
+    "humming": "Humming",
+    "exllamav2": "ExLlamaV2",
+    "tinygemm": "tinygemm",
+    "vllm_triton": "vLLM's Triton kernel",
+}
+
+
+def peers() -> str:
+    """Each peer's time over ours, from the one run that timed them all."""
+    name = "kernels-NVIDIA-H200-fp16-sym-peers"
+    found = results(name)
+    if found is None:
+        return ""
+    times = {(r["K"], r["N"], r["M"], r["kernel"]): r["us"] for r in found["rows"]}
+    rows = []
+    for kernel, title in PEERS.items():
+        at = [key[:3] for key in times if key[3] == kernel]
+        cells = []
+        for first, last in BANDS:
+            ratios = [times[*key, kernel] / times[*key, OURS] for key in at if first <= key[2] <= last]
+            cells.append(f"{geometric(ratios):.2f}" if ratios else "not run")
+        rows.append((title, str(len(at)), *cells))
+    head = ("peer", "points", *(f"M = {first} to {last}" for first, last in BANDS))
+    return (
+        f"Time of each over w4plugin's, geometric means (above 1: w4plugin is faster); {found['device']}, float16, "
+        f"symmetric, groups of 128, {found['date']}, [one run](../benchmarks/{name}.json):\n\n{table(head, rows)}"
+    )
+
+
+def roofline() -> str:
+    """The measured roofline, and what it predicts for each width."""
+    name = "kernels-NVIDIA-H200-fp16-sym-peers"
+    found = results(name)
+    if found is None:
+        return ""
+    from w4plugin.bench import roofline as predicted
+
+    device = predicted.Device(found["bandwidth_bytes_per_s"], found["matrix_ops_per_s"])
+    times = {(r["K"], r["N"], r["M"], r["kernel"]): r["us"] for r in found["rows"]}
+    k, n = 4096, 28672
+    rows = []
+    for m in (1, 8, 32, 64, 128, 256, 1024, 4096):
+        four = predicted.seconds(device, m, k, n, True) * 1e6
+        sixteen = predicted.seconds(device, m, k, n, False) * 1e6
+        cells = (four, times[k, n, m, OURS], sixteen, times[k, n, m, DENSE])
+        rows.append((str(m), *(f"{value:.1f}" for value in cells)))
+    wide, narrow = (f"{found['critical_m'][width]:.0f}" for width in ("16 bit", "4 bit"))
+    return f"""\
+{found["device"]}: {device.bandwidth / 1e12:.2f} TB/s and {device.rate / 1e12:.0f} Tflop/s measured, so the ridge is
+{device.ridge:.0f} operations a byte, and the critical M {wide} for 16-bit weights and {narrow} for 4-bit ones.
+A weight of {k} x {n}, microseconds ([one run](../benchmarks/{name}.json)):
+
+{table(("M", "roofline, 4 bit", "w4plugin", "roofline, 16 bit", "cuBLAS"), rows)}"""
+
+
+def groups() -> str:
+    """Bits a weight by group size, and the error of round to nearest on normal weights."""
+    import torch
+
+    from w4plugin.quantize import quantize
+
+    weight = torch.randn(4096, 64, generator=torch.Generator().manual_seed(0))
+    rows = []
+    for size in (16, 32, 64, 128, 256, -1):
+        shown = "all rows (-1)" if size == -1 else str(size)
+        each = 4096 if size == -1 else size
+        cells = []
+        for sym in (True, False):
+            error = quantize(weight, size, sym=sym).dequantize(torch.float32) - weight
+            cells.append(f"{float(error.square().mean().sqrt() / weight.square().mean().sqrt()) * 100:.1f} %")
+        rows.append((shown, f"{4 + 16 / each:.3f}", f"{4 + 20 / each:.3f}", *cells))
+    head = ("group size", "bits a weight, symmetric", "with zero points", "error, symmetric", "with zero points")
+    return table(head, rows)
+
+
+def newcomer() -> str:
+    """From a fresh clone to text on a CPU, as timed by tools/newcomer."""
+    found = results("newcomer")
+    if found is None:
+        return ""
+    seconds = found["seconds"]
+    cached = "no package cached" if "--no-cache" in found["command"] else "packages cached"
+    return (
+        f"From `git clone` to generated text, installations included ({cached}): {seconds['all'] / 60:.1f} minutes\n"
+        f"on {found['cores']} cores ({found['cpu']}), by `./tools/newcomer`: "
+        "[newcomer.json](benchmarks/newcomer.json).\n"
+    )
+
+
+SECTIONS: dict[str, Callable[[], str]] = {
+    "formats": formats,
+    "repack": repack,
+    "speed": speed,
+    "vllm": vllm,
+    "hosts": hosts,
+    "gpus": gpus,
+    "newcomer": newcomer,
+    "peers": peers,
+    "roofline": roofline,
+    "groups": groups,
+}
 
 
 def made(text: str) -> str:
-    """The README with every section as it should be; sections without a function stay as they are."""
+    """A page with every section as it should be; sections without a function stay as they are."""
 
     def section(match: re.Match[str]) -> str:
         make = SECTIONS.get(match["name"])
@@ -214,15 +368,18 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--check", action="store_true", help="change nothing; fail when a section is stale")
     options = parser.parse_args()
-    text = README.read_text()
-    names = stale(text)
-    if options.check:
-        for name in names:
-            print(f"README.md: the section {name} is stale; run ./tools/readme", file=sys.stderr)
-        return 1 if names else 0
-    README.write_text(made(text))
-    print(f"rewritten: {', '.join(names) or 'nothing'}")
-    return 0
+    failed = False
+    for page in PAGES:
+        text = page.read_text()
+        names = stale(text)
+        if options.check:
+            for name in names:
+                failed = True
+                print(f"{page.name}: the section {name} is stale; run ./tools/readme", file=sys.stderr)
+        elif names:
+            page.write_text(made(text))
+            print(f"{page.name}: rewritten {', '.join(names)}")
+    return 1 if failed else 0
 
 
 if __name__ == "__main__":
