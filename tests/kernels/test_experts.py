@@ -13,6 +13,7 @@ from torch import Tensor
 from tests.kernels.cases import activations
 from tests.kernels.expert_cases import Layer, check_experts, expected, expert_backends, expert_sample, routing
 from w4plugin import kernels
+from w4plugin.kernels.device import target
 from w4plugin.tensor import W4Tensor
 
 F16, BF16, F32 = torch.float16, torch.bfloat16, torch.float32
@@ -117,7 +118,10 @@ def test_integers_are_exact(order: str | None, dtype: torch.dtype, device: torch
                     assert torch.equal(h.to(dtype).double(), h), "the inner values must not round"
                     size = h @ down_exact[e].abs()  # in units of 2^-4 for h, 2^-2 for W_down, 2^-1 for weights
                     assert float(size.max()) < 2.0 ** (24 - 7), "sums must fit float32"
-                    want[token] += 0.5 * (h @ down_exact[e])
+                    y = h @ down_exact[e]
+                    if name == "cpu" and dtype == BF16:  # its products are bfloat16, as documented
+                        y = y.to(dtype).double()
+                    want[token] += 0.5 * y
             got = kernels.experts(x, p, weights, ids, activation="relu2")
             assert torch.equal(got, want.to(dtype)), f"{name} T={t}: {int((got != want.to(dtype)).sum())} differ"
 
@@ -262,6 +266,41 @@ def test_row_shards_of_act_order(device: torch.device) -> None:
         total = torch.zeros(5, 64, dtype=torch.float64, device=device)
         for start in (0, 64):
             pair = gate.shard_n(start, start + 64), up.shard_n(start, start + 64)
-            p = kernels.prepare_experts(pair, s.down.shard_k(start, start + 64), dtype=F16, backend=name)
+            rows = s.down.shard_k(start, start + 64)
+            whole = W4Tensor.cat_n(pair)
+            fits = kernels.experts_reasons(target(device, F16), (whole, rows))[name] is None
+            p = kernels.prepare_experts(pair, rows, dtype=F16, backend=name if fits else "plain")
             total += kernels.experts(x, p, weights, ids).double()
         assert ((total - want.value).abs() <= 2 * want.bound).all(), name
+
+
+def test_the_cpu_takes_the_cpu() -> None:
+    """PyTorch's int4 product where it loses nothing, its two forms of scales among them; else the plain backend."""
+    here = torch.device("cpu")
+    for layer, name in (
+        (Layer(2, 64, 32, 32), "cpu"),
+        (Layer(2, 64, 32, 32, False, BF16), "cpu"),
+        (Layer(2, 64, 64, 32, True, F16, "act"), "cpu"),
+        (Layer(2, 64, 40, 32), "plain"),  # I is no multiple of its groups
+        (Layer(2, 64, 32, 32, True, F32), "plain"),
+    ):
+        s = expert_sample(layer, here)
+        p = kernels.prepare_experts(s.gate_up, s.down, dtype=BF16, backend=None if name == "cpu" else "plain")
+        assert p.backend == name, layer
+        assert ("cpu" in expert_backends(here, BF16, s)) == (name == "cpu"), layer
+
+
+def test_cpu_scales_of_one_form_for_all_experts() -> None:
+    """An expert whose scales fit bfloat16 beside one whose scales need two parts."""
+    here = torch.device("cpu")
+    s = expert_sample(Layer(2, 64, 32, 32), here)
+    simple = s.gate_up.scales.clone()
+    simple[0] = 0.5
+    gate_up = replace(s.gate_up, scales=simple)
+    exact = gate_up.dequantize(torch.float64)
+    x = activations(5, 64, BF16, here)
+    weights, ids = routing(5, 2, 2, here)
+    p = kernels.prepare_experts(gate_up, s.down, dtype=BF16, backend="cpu")
+    assert p.gate_up_scales.shape == (2, 2, 2, 64, 2)
+    mine = type(s)(gate_up, s.down, exact, s.down_exact, True)
+    check_experts(kernels.experts(x, p, weights, ids), expected(mine, x, weights, ids), "two forms")

@@ -186,6 +186,7 @@ def test_bad_calls(device: torch.device) -> None:
         for change, words in cases:
             a: dict[str, object] = {"x": x, "w": w, "ids": ids, **change}
             refuse(lambda a=a, p=p: kernels.experts(a.pop("x"), p, a.pop("w"), a.pop("ids"), **a), *words)
+        refuse(lambda p=p: op._impl(*arguments(x[:, :32].contiguous(), p, w, ids)), "32", "64")  # past experts()
         other = replace(p, backend="fast")
         refuse(lambda other=other: kernels.experts(x, other, w, ids), "backend", "'fast'", "plain")
 
@@ -208,7 +209,7 @@ def test_ids_out_of_range(device: torch.device) -> None:
         w, ids = routing(3, 2, 4, device)
         beyond = ids.clone()
         beyond[1, 0], beyond[2, 1] = 4, 2**31 - 1
-        if p.backend == "plain" and device.type == "cpu":
+        if p.backend in ("plain", "cpu") and device.type == "cpu":
             refuse(lambda x=x, p=p, w=w, ids=beyond: kernels.experts(x, p, w, ids), "topk_ids", "expert 4", "0..3")
             refuse(lambda x=x, p=p, w=w, ids=ids - 5: kernels.experts(x, p, w, ids), "topk_ids", "expert -")
             continue

@@ -16,11 +16,11 @@ from torch import Tensor
 from w4plugin.errors import UnsupportedError, UsageError
 from w4plugin.kernels.backend import Target
 from w4plugin.kernels.device import target
-from w4plugin.kernels.moe import plain, portable
+from w4plugin.kernels.moe import cpu, plain, portable
 from w4plugin.kernels.moe.backend import GATED, PLAIN, Call, ExpertsBackend, PreparedExperts
 from w4plugin.tensor import W4Tensor
 
-EXPERTS_BACKENDS: tuple[ExpertsBackend, ...] = (portable.BACKEND, plain.BACKEND)
+EXPERTS_BACKENDS: tuple[ExpertsBackend, ...] = (cpu.BACKEND, portable.BACKEND, plain.BACKEND)
 """The first that gives no reason against itself is taken."""
 
 SCHEMA = (
@@ -108,6 +108,8 @@ def experts(
         UsageError: shapes, dtypes, devices or the activation do not fit.
     """
     p = weights
+    if x.shape[-1] != p.H:
+        raise UsageError("w4a16_experts: x", got=_what(x), wanted=f"[T, {p.H}], H of the experts")
     return torch.ops.w4plugin.w4a16_experts(  # type: ignore[no-any-return]
         x, topk_weights, topk_ids,
         p.gate_up, p.gate_up_scales, p.gate_up_zeros, p.gate_up_g_idx,
@@ -189,10 +191,6 @@ def _check(x: Tensor, topk_weights: Tensor, topk_ids: Tensor, call: Call) -> Non
     if call.activation not in allowed:
         kind = "with a gate" if call.gated else "without a gate"
         raise UsageError("w4a16_experts: activation", got=f"{call.activation!r} {kind}", wanted=" | ".join(allowed))
-    if call.down_scales.shape[-1] != x.shape[1]:
-        raise UsageError(
-            "w4a16_experts: x", got=_what(x), wanted=f"[T, {call.down_scales.shape[-1]}], H of the experts"
-        )
 
 
 def _impl(

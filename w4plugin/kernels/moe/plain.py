@@ -6,6 +6,8 @@ every expert sees every token and what it was not asked for is dropped: a way to
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 
@@ -14,6 +16,9 @@ from w4plugin.kernels import plain
 from w4plugin.kernels.backend import Target
 from w4plugin.kernels.moe.backend import Call, ExpertsBackend, PreparedExperts, activate
 from w4plugin.tensor import W4Tensor
+
+Product = Callable[[Tensor, Tensor, Tensor, "Tensor | None", "Tensor | None", int, torch.dtype], Tensor]
+"""(float32 x ``[c, K]``, one expert's words, scales, zeros, g_idx, group_size, dtype of the call) -> float32 [c, N]."""
 
 
 def why_not(target: Target, weights: tuple[W4Tensor, W4Tensor] | None) -> str | None:
@@ -52,11 +57,18 @@ def restore(p: PreparedExperts) -> tuple[W4Tensor, W4Tensor]:
 
 
 def apply(x: Tensor, topk_weights: Tensor, topk_ids: Tensor, call: Call) -> Tensor:
-    """x ``[T, H]`` through its experts -> ``[T, H]``, float32 until the end.
+    """x ``[T, H]`` through its experts -> ``[T, H]``, float32 until the end."""
+    return run(x, topk_weights, topk_ids, call, _product, 8 * call.gate_up.shape[1])
+
+
+def run(x: Tensor, topk_weights: Tensor, topk_ids: Tensor, call: Call, product: Product, hidden: int) -> Tensor:
+    """As :func:`apply`, with any way to multiply with one expert's weights, which take ``hidden`` features.
 
     Raises:
-        UsageError: on the CPU, an id outside of the model's experts (-1 means no expert).
+        UsageError: x has other features; or, on the CPU, an id outside of the model's experts (-1 means no expert).
     """
+    if x.shape[1] != hidden:
+        raise UsageError("w4a16_experts: x", got=f"{list(x.shape)}", wanted=f"[T, {hidden}], H of the experts")
     experts = call.down.shape[0]
     local = _local(topk_ids, call.expert_map, experts)
     wide, factor = x.float(), topk_weights.float()
@@ -67,11 +79,11 @@ def apply(x: Tensor, topk_weights: Tensor, topk_ids: Tensor, call: Call) -> Tens
             continue
         if x.device.type == "cpu":
             token, slot = (local == e).nonzero(as_tuple=True)
-            rows[token, slot] = _expert(e, wide[token], factor[token, slot], call)
+            rows[token, slot] = _expert(e, wide[token], factor[token, slot], call, product, x.dtype)
         else:
             here = local == e
             share = torch.where(here, factor, 0).sum(1)  # a router names an expert once a token
-            rows = torch.where(here[..., None], _expert(e, wide, share, call)[:, None], rows)
+            rows = torch.where(here[..., None], _expert(e, wide, share, call, product, x.dtype)[:, None], rows)
     return rows.sum(1).to(x.dtype)
 
 
@@ -91,17 +103,17 @@ def _local(ids: Tensor, expert_map: Tensor | None, experts: int) -> Tensor:
     return torch.where(inside, ids, -1)
 
 
-def _expert(e: int, x: Tensor, factor: Tensor, call: Call) -> Tensor:
+def _expert(e: int, x: Tensor, factor: Tensor, call: Call, product: Product, dtype: torch.dtype) -> Tensor:
     """float32 x ``[c, H]`` through expert e, times the routing weights ``[c]``."""
-    h = _product(
+    h = product(
         x, call.gate_up[e], call.gate_up_scales[e], _of(call.gate_up_zeros, e), _of(call.gate_up_g_idx, e),
-        call.gate_up_group_size,
+        call.gate_up_group_size, dtype,
     )  # fmt: skip
     if call.weight_on_input:
         h = h * factor[:, None]
-    y = _product(
+    y = product(
         activate(h, call.activation, call.gated), call.down[e], call.down_scales[e], _of(call.down_zeros, e),
-        _of(call.down_g_idx, e), call.down_group_size,
+        _of(call.down_g_idx, e), call.down_group_size, dtype,
     )  # fmt: skip
     return y if call.weight_on_input else y * factor[:, None]
 
@@ -111,7 +123,13 @@ def _of(stack: Tensor | None, e: int) -> Tensor | None:
 
 
 def _product(
-    x: Tensor, qweight: Tensor, scales: Tensor, zeros: Tensor | None, g_idx: Tensor | None, group_size: int
+    x: Tensor,
+    qweight: Tensor,
+    scales: Tensor,
+    zeros: Tensor | None,
+    g_idx: Tensor | None,
+    group_size: int,
+    dtype: torch.dtype,
 ) -> Tensor:
     """float32 ``[c, K]`` times a sequential weight -> float32 ``[c, N]``."""
     return plain.apply(x, qweight, scales, zeros, g_idx, None, None, qweight.shape[1], group_size)
