@@ -7,27 +7,11 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, MixtralConfig, Qwen2Config
+from transformers import AutoModelForCausalLM, Qwen2Config
 
 import w4plugin.runtime.transformers as w4
 from tests.runtime.transformers.models import TINY, Recipe, edit, edit_config, small, write
 from w4plugin.errors import CorruptError, UnsafeError, UnsupportedError, UsageError
-
-
-def test_fused_experts(tmp_path: Path) -> None:
-    """Transformers 5 keeps Mixtral's experts as one 3-D parameter; the packed ones have no place."""
-    write(tmp_path / "m", Recipe(model=small()))
-
-    def experts(tensors: dict[str, torch.Tensor]) -> None:
-        for i in range(2):
-            for name in [n for n in tensors if f"layers.{i}.mlp." in n]:
-                tensors[name.replace(".mlp.", ".block_sparse_moe.experts.0.")] = tensors.pop(name)
-
-    edit(tmp_path / "m", experts)
-    config = small(MixtralConfig, num_local_experts=2)
-    edit_config(tmp_path / "m", lambda c: c.update({k: v for k, v in config.to_dict().items() if v is not None}))
-    with pytest.raises(UnsupportedError, match=r"experts packed in 4 bits, which Transformers keeps as one 3-D tensor"):
-        w4.from_pretrained(tmp_path / "m")
 
 
 def test_a_module_that_the_architecture_lacks(tmp_path: Path) -> None:

@@ -1,7 +1,7 @@
 """Which module of a Transformers model each packed module of a checkpoint is, and what fits nowhere.
 
 Transformers renames tensors while it loads (older checkpoints of multimodal models, a base model's prefix), and keeps
-the experts of most mixture models as one 3-D parameter for which there is no packed counterpart.
+the experts of most mixture models as two 3-D parameters of one module; packed ones take that module's place.
 """
 
 from __future__ import annotations
@@ -20,6 +20,8 @@ from w4plugin.errors import CorruptError, UnsupportedError
 from w4plugin.formats import other_widths
 from w4plugin.formats.census import Census
 from w4plugin.formats.format import Module
+from w4plugin.runtime.vllm.mixture import Mixture, layer_of
+from w4plugin.runtime.vllm.part import Part
 
 DEQUANTIZE = "`w4plugin dequantize` makes a plain checkpoint of this one"
 
@@ -44,16 +46,80 @@ class Place:
     bias: bool
 
 
-def places(model: Any, census: Census) -> list[Place]:
-    """Where each packed module goes.
+@dataclass(frozen=True)
+class Layer:
+    """A module of the model that holds a layer's experts, and the packed modules of the checkpoint that go there.
+
+    Attributes:
+        name: in the model.
+        modules: of the checkpoint, by their names below the layer, "3.gate_proj".
+        words: names of gate, up and down there.
+    """
+
+    name: str
+    modules: Mapping[str, Module]
+    words: tuple[str, str, str]
+
+
+def mixtures(model: Any, census: Census) -> list[Layer]:
+    """The layers of experts that are packed one projection at a time, where the model holds them as one module.
 
     Raises:
-        UnsupportedError: fused experts, a width that cannot be made plain, or a module that is no Linear.
+        CorruptError: an expert is missing, of another size than the others', or one too many.
+        UnsupportedError: experts in other forms, of other widths, plain ones among them, or in different groups.
+    """
+    rename = Renaming(model)
+    layers: dict[str, dict[str, tuple[str, Module | None]]] = {}
+    found: list[tuple[str, Module | None]] = [(m.name, m) for m in (*census.modules, *census.other_width)]
+    for module, packed in (*found, *((name, None) for name in census.plain_layers)):
+        for candidate in rename.candidates(module) if rename(module) is None else ():
+            layer = layer_of(candidate)
+            if layer in rename.names:
+                layers.setdefault(layer, {})[candidate.removeprefix(f"{layer}.")] = (module, packed)
+                break
+    return [_layer(model, name, held) for name, held in layers.items() if any(m for _, m in held.values())]
+
+
+def _layer(model: Any, name: str, held: Mapping[str, tuple[str, Module | None]]) -> Layer:
+    for own, module in held.values():
+        if module is None or module.bits != 4:
+            raise UnsupportedError(
+                own,
+                got="a plain weight" if module is None else f"a weight of {module.bits} bits",
+                wanted="4 bits, as in the layer's other experts",
+                todo=DEQUANTIZE,
+            )
+    modules = {below: module for below, (_, module) in held.items() if module is not None}
+    mixture = Mixture(name, {below: Part(module.name, "int4", module) for below, module in modules.items()})
+    table = mixture.table()
+    words = tuple(table.get((0, shard), "").partition(".")[2] for shard in ("w1", "w3", "w2"))
+    if len(set(words)) != 3 or "" in words:
+        first = next(iter(modules.values()))
+        raise UnsupportedError(
+            first.name,
+            got=f"experts of {type(model).__name__} packed as stacks, or with gate and up in one",
+            wanted="one packed module a projection and expert",
+            todo=DEQUANTIZE,
+        )
+    mixture.check(getattr(model.get_submodule(name), "num_experts", None), "refuse")
+    return Layer(name, modules, words)  # type: ignore[arg-type]
+
+
+def places(model: Any, census: Census, elsewhere: frozenset[str] = frozenset()) -> list[Place]:
+    """Where each packed module goes.
+
+    Args:
+        elsewhere: checkpoint names of modules that go into layers of experts.
+
+    Raises:
+        UnsupportedError: a width that cannot be made plain, or a module that is no Linear.
         CorruptError: the architecture has no such module, or a layer has neither a packed weight nor a plain one.
     """
     rename = Renaming(model)
     found: list[Place] = []
     for module in (*census.modules, *census.other_width):
+        if module.name in elsewhere:
+            continue
         name = rename(module.name)
         if name is None:
             if _ignored(model, module.name):
@@ -69,7 +135,7 @@ def places(model: Any, census: Census) -> list[Place]:
         linear = model.get_submodule(name)
         K, N, bias = _shape(linear, module)
         found.append(Place(name, module, K, N, bias))
-    if not any(place.module.bits == 4 for place in found):
+    if not elsewhere and not any(place.module.bits == 4 for place in found):
         raise UnsupportedError(
             getattr(model.config, "_name_or_path", "") or "checkpoint",
             got="no module packed in 4 bits",
@@ -91,9 +157,10 @@ class Renaming:
 
     def __call__(self, name: str) -> str | None:
         """The module's name in the model, None when it has none."""
-        return next((candidate for candidate in self._candidates(name) if candidate in self.names), None)
+        return next((candidate for candidate in self.candidates(name) if candidate in self.names), None)
 
-    def _candidates(self, name: str) -> Iterator[str]:
+    def candidates(self, name: str) -> Iterator[str]:
+        """What the host's loader might make of a name."""
         tensor = f"{name}.weight"  # renamings speak of tensors
         for renaming in self.renamings:
             tensor = renaming.rename_source_key(tensor)[0]

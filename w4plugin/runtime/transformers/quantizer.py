@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 from transformers.quantizers.base import HfQuantizer
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
@@ -16,13 +17,15 @@ from w4plugin.checkpoint.pickled import TORCH_DTYPE
 from w4plugin.errors import CorruptError, UnsupportedError, UsageError, W4Error
 from w4plugin.formats import other_widths
 from w4plugin.formats.census import Census, find_modules
-from w4plugin.formats.format import Layer, TensorHeader
+from w4plugin.formats.format import Layer, Module, TensorHeader
 from w4plugin.formats.registry import quantization_config, read_module
 from w4plugin.note import Note
 from w4plugin.quant_config import QuantConfig
 from w4plugin.runtime.transformers import placement
+from w4plugin.runtime.transformers.experts import W4Experts
 from w4plugin.runtime.transformers.linear import SAVED, W4Linear, linear_of
 from w4plugin.runtime.transformers.placement import Place
+from w4plugin.tensor import W4Tensor
 
 NAME = "w4plugin"
 """The quantisation method's name in Transformers."""
@@ -68,6 +71,7 @@ class W4Quantizer(HfQuantizer):
         self.config = QuantConfig()
         self.census: Census | None = None
         self.places: list[Place] = []
+        self.mixtures: list[placement.Layer] = []
         self.dtype = torch.get_default_dtype()
         self.uncast: dict[str, torch.dtype] = {}  # 5.19 and older leave renamed tensors in the file's dtype
 
@@ -93,18 +97,29 @@ class W4Quantizer(HfQuantizer):
         self.dtype = dtype or torch.get_default_dtype()
         self.census = find_modules(headers, self.config)
         _report(self.census.notes)
-        self.places = placement.places(model, self.census)
+        self.mixtures = placement.mixtures(model, self.census)
+        experts = frozenset(module.name for layer in self.mixtures for module in layer.modules.values())
+        self.places = placement.places(model, self.census, experts)
         for head in placement.untie(model, [place.name for place in self.places]):
             logger.warning("%s: packed by itself, and used although config.json says tie_word_embeddings", head)
         for place in self.places:
-            own = {suffix: headers[full] for suffix, full in place.module.tensors.items()}
-            if place.bias and "bias" not in own:
+            if place.bias and "bias" not in place.module.tensors:
                 raise CorruptError(f"{place.module.name}.bias", got="no such tensor", wanted="the architecture's bias")
-            waiting = W4Linear(place.K, place.N, dtype=self.dtype, backend=self.quantization_config.backend)
-            waiting.await_tensors(own, {suffix: TORCH_DTYPE[header.dtype] for suffix, header in own.items()})
-            model.set_submodule(place.name, waiting)
+            model.set_submodule(place.name, self._waiting(place.module, place.K, place.N, headers))
+        for layer in self.mixtures:
+            made = W4Experts(model.get_submodule(layer.name), layer.words, dtype=self.dtype, where=layer.name)
+            for below, module in layer.modules.items():
+                made.await_projection(below, self._waiting(module, module.K, module.N, headers))
+            model.set_submodule(layer.name, made)
         if not hasattr(HfQuantizer, "get_new_dtype"):
             self.uncast = {name: p.dtype for name, p in model.named_parameters() if name not in headers}
+
+    def _waiting(self, module: Module, K: int, N: int, headers: Mapping[str, TensorHeader]) -> W4Linear:
+        """A place for the tensors of one packed module."""
+        own = {suffix: headers[full] for suffix, full in module.tensors.items()}
+        waiting = W4Linear(K, N, dtype=self.dtype, backend=self.quantization_config.backend)
+        waiting.await_tensors(own, {suffix: TORCH_DTYPE[header.dtype] for suffix, header in own.items()})
+        return waiting
 
     def _read_headers(self, checkpoint_files: Sequence[str] | None) -> dict[str, TensorHeader]:
         if not checkpoint_files:
@@ -137,6 +152,8 @@ class W4Quantizer(HfQuantizer):
             except W4Error as error:
                 raise error.at(place.module.name) if place.module.name not in error.where else error from error
             layers += [] if layer is None else [layer]
+        for mixture in self.mixtures:
+            layers += self._complete_experts(model.get_submodule(mixture.name), mixture)
         assert self.census is not None
         wide = [place.module.name for place in self.places if place.module.bits != 4]
         self.quantization_config.saved = quantization_config(SAVED, layers, [*self.census.plain_layers, *wide])
@@ -145,30 +162,65 @@ class W4Quantizer(HfQuantizer):
     def _complete(self, model: Any, place: Place) -> Layer | None:
         """Fill one module; the layer as the saved config describes it, None of one that became plain."""
         waiting = model.get_submodule(place.name)
-        tensors = waiting.take_tensors()
-        if waiting.bias is not None:
-            tensors["bias"] = waiting.bias.detach()
-            if not place.bias and not bool(waiting.bias.any()):  # 2023's GPTQ packers gave every layer one
-                waiting.bias = None
+        tensors = _taken(waiting)
+        bias = waiting.bias
+        if bias is not None and not place.bias and not bool(bias.any()):  # 2023's GPTQ packers gave every layer one
+            waiting.bias = None
         if place.module.bits != 4:
             plain = other_widths.dequantize(place.module, tensors, self.config, self.dtype)
             _report(plain.notes)
             logger.warning("%s: packed in %d bits, not 4; held as a plain weight", place.name, place.module.bits)
             _replace(model, place.name, linear_of(plain.weight, waiting.bias, self.dtype))
             return None
-        decoded = read_module(place.module, tensors, self.config)
+        weight = self._decoded(place.module, tensors)
+        waiting.hold(weight)
+        if waiting.bias is not None:
+            waiting.bias.requires_grad_(False)
+        return Layer.of(place.module.name, weight)
+
+    def _complete_experts(self, waiting: W4Experts, mixture: placement.Layer) -> list[Layer]:
+        """Fill one layer of experts; its projections as the saved config describes them."""
+        hidden, inner = waiting.hidden_dim, waiting.intermediate_dim
+        layers, weights = [], {}
+        for below, module in mixture.modules.items():
+            child = waiting.get_submodule(below)
+            try:
+                weight = self._decoded(module, _taken(child))
+                K, N = (inner, hidden) if below.endswith(f".{mixture.words[2]}") else (hidden, inner)
+                if weight.K != K or weight.N != N:
+                    got = f"K = {weight.K}, N = {weight.N}"
+                    wanted = f"K = {K}, N = {N}, the architecture's"
+                    raise CorruptError(module.name, got=got, wanted=wanted, todo="config.json is of another model")
+                if child.bias is not None and bool(child.bias.any()):
+                    wanted = "none, since the architecture has no place for it"
+                    raise UnsupportedError(f"{module.name}.bias", got="a bias that is not zero", wanted=wanted)
+            except W4Error as error:
+                raise error.at(module.name) if module.name not in error.where else error from error
+            weights[below] = weight
+            layers.append(Layer.of(module.name, weight))
+        try:
+            waiting.hold(
+                *(
+                    W4Tensor.stack_experts([weights.pop(f"{e}.{word}") for e in range(waiting.num_experts)])
+                    for word in mixture.words
+                )
+            )
+        except W4Error as error:
+            raise error.at(mixture.name) from error
+        return layers
+
+    def _decoded(self, module: Module, tensors: Mapping[str, Tensor]) -> W4Tensor:
+        """The packed weight of the tensors that the host has loaded."""
+        decoded = read_module(module, tensors, self.config)
         _report(decoded.notes)
         if decoded.unfilled:
             raise CorruptError(
-                place.module.name,
+                module.name,
                 got="codes and scales that are all 0",
                 wanted="a layer that was filled before it was saved",
                 todo="quantise the model again; this layer would multiply everything to 0",
             )
-        waiting.hold(decoded.weight)
-        if waiting.bias is not None:
-            waiting.bias.requires_grad_(False)
-        return Layer.of(place.module.name, decoded.weight)
+        return decoded.weight
 
     def _dequantize(self, model: Any, dtype: torch.dtype | str | None = None) -> Any:
         if isinstance(dtype, str):  # save_pretrained leaves the dtype's name in the model's config
@@ -176,6 +228,8 @@ class W4Quantizer(HfQuantizer):
         for name, module in list(model.named_modules()):
             if isinstance(module, W4Linear):
                 _replace(model, name, module.plain_linear(dtype))
+            elif isinstance(module, W4Experts):
+                _replace(model, name, module.plain_experts(dtype))
         return model
 
     def is_serializable(self, *args: Any, **kwargs: Any) -> bool:
@@ -183,12 +237,19 @@ class W4Quantizer(HfQuantizer):
 
     @property
     def is_trainable(self) -> bool:
-        """Adapters beside the packed weights can be trained; the weights themselves are frozen."""
-        return True
+        """Adapters beside the packed weights can be trained; the weights themselves are frozen. Experts have no
+        gradient with respect to their input."""
+        return not self.mixtures
 
     @property
     def is_compileable(self) -> bool:
         return True
+
+
+def _taken(waiting: W4Linear) -> dict[str, Tensor]:
+    """What the host loaded into one module, its bias included."""
+    tensors = waiting.take_tensors()
+    return tensors if waiting.bias is None else tensors | {"bias": waiting.bias.detach()}
 
 
 def _replace(model: Any, name: str, module: torch.nn.Module) -> None:
