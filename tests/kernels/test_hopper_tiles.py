@@ -42,6 +42,7 @@ def test_every_choice_is_one_the_kernels_take(m: int, n: int, k: int, group: int
         return
     assert tile.on_sum or narrow, "scales of another dtype are not narrowed onto the weights"
     assert tile.kind == "narrow" or tile.depth in (2, 4)
+    assert tile.stages <= hopper_tiles.deepest(tile.warps), "a named barrier for every hand-over"
     assert group != 32 or tile.kind == "narrow" or tile.depth == 4, "a product spans one group"
     threads = 32 * (tile.warps + 4)  # the loader's warp takes a warpgroup of its own
     assert tile.resident * threads * tile.registers <= REGISTERS

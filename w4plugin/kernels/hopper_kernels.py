@@ -5,7 +5,8 @@
 Both compute out^T = W^T x^T, so that W^T, unpacked in registers, is the left operand of the tensor cores and is never
 written anywhere. Words come in the fragment order of :mod:`.fragments`: what one lane reads is what it multiplies.
 
-One warp keeps STAGES stages of words, scales, zeros and x on their way by TMA; the other warps unpack and multiply. A
+One warp keeps STAGES stages of words, scales, zeros and x on their way by TMA, one says when a stage has arrived; the
+other warps unpack and multiply. A
 program walks the share ``pid * T / P .. (pid + 1) * T / P`` of the T = tiles x steps of the product (stream-K), so any
 shape fills the device evenly. A tile that several programs share is summed in the order of those programs, by whichever
 arrives last: the same bits every time.
@@ -18,7 +19,6 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 from w4plugin.kernels.gluon_names import (
-    arrive_each_thread,
     barrier,
     mbarrier,
     mma_v2,
@@ -45,6 +45,98 @@ def let_next_kernel_start():
 @gluon.jit
 def fence_device():
     gl.inline_asm_elementwise("fence.acq_rel.gpu; mov.u32 $0, 0;", "=r", [], dtype=gl.int32, is_pure=False, pack=1)
+
+
+# ---------------------------------------------------------------------------------------------------- handing over
+
+FIRST_BARRIER = gl.constexpr(4)
+"""Of the sixteen named barriers; Triton takes the first ones for a program and its partitions."""
+
+
+@gluon.jit
+def wait_for_stage(i_stage, GROUPS: gl.constexpr):
+    """A warpgroup that multiplies waits until the messenger says that a stage has arrived.
+
+    An mbarrier would tell it directly, but around every wait on one the compiler puts a barrier of all warps that
+    multiply. That keeps the warpgroups in step: both unpack, then both multiply, and the tensor cores idle in between.
+    """
+    gl.inline_asm_elementwise(
+        """
+        {
+        .reg .u32 id;
+        mov.u32 id, %tid.x;
+        shr.u32 id, id, 7;
+        mad.lo.u32 id, $1, $2, id;
+        add.u32 id, id, 4;
+        barrier.sync id, 160;
+        mov.u32 $0, 0;
+        }
+        """,
+        "=r,r,r",
+        [i_stage, GROUPS],
+        dtype=gl.int32,
+        is_pure=False,
+        pack=1,
+    )
+
+
+@gluon.jit
+def tell(i_barrier, threads):
+    """Arrive at a named barrier that others wait at, without waiting."""
+    gl.inline_asm_elementwise(
+        "barrier.arrive $1, $2; mov.u32 $0, 0;",
+        "=r,r,r",
+        [i_barrier, threads],
+        dtype=gl.int32,
+        is_pure=False,
+        pack=1,
+    )
+
+
+@gluon.jit
+def release(i_barrier, threads):
+    """As :func:`tell`, once everything that this thread loads from shared memory has arrived in its registers.
+
+    Without the fence an arrival overtakes loads that were issued before it, and the loader overwrites what they read.
+    """
+    gl.inline_asm_elementwise(
+        "fence.acq_rel.cta; barrier.arrive $1, $2; mov.u32 $0, 0;",
+        "=r,r,r",
+        [i_barrier, threads],
+        dtype=gl.int32,
+        is_pure=False,
+        pack=1,
+    )
+
+
+@gluon.jit
+def wait_to_be_told(i_barrier, threads):
+    """Wait at a named barrier."""
+    gl.inline_asm_elementwise(
+        "barrier.sync $1, $2; mov.u32 $0, 0;",
+        "=r,r,r",
+        [i_barrier, threads],
+        dtype=gl.int32,
+        is_pure=False,
+        pack=1,
+    )
+
+
+@gluon.jit
+def messenger(full, total, WARPS: gl.constexpr, STAGES: gl.constexpr):
+    """One warp: tells each warpgroup when a stage has arrived."""
+    pid = gl.program_id(0)
+    first = pid * total // gl.num_programs(0)
+    last = (pid + 1) * total // gl.num_programs(0)
+    i_stage = 0
+    phase = 0
+    for _ in range(first, last):
+        mbarrier.wait(full.index(i_stage), phase)
+        for g in gl.static_range(WARPS // 4):
+            tell(FIRST_BARRIER + i_stage * (WARPS // 4) + g, 160)
+        turn = i_stage + 1 == STAGES
+        i_stage = gl.where(turn, 0, i_stage + 1)
+        phase = gl.where(turn, phase ^ 1, phase)
 
 
 # ------------------------------------------------------------------------------------------------------- loading
@@ -78,9 +170,9 @@ def load_weight(
 
 @gluon.jit
 def loader(
-    x, words, scales, zeros, s_words, s_x, s_scales, s_zeros, full, empty, N, blocks_n, steps, total, tiles_m,
+    x, words, scales, zeros, s_words, s_x, s_scales, s_zeros, full, N, blocks_n, steps, total, tiles_m,
     CHUNKS_A_GROUP, BM: gl.constexpr, BN: gl.constexpr, UNROLL: gl.constexpr, STAGES: gl.constexpr,
-    GROUPS: gl.constexpr, ASYM: gl.constexpr, OVERLAP: gl.constexpr,
+    WARPS: gl.constexpr, GROUPS: gl.constexpr, ASYM: gl.constexpr, OVERLAP: gl.constexpr,
 ):  # fmt: skip
     """One warp: everything a program reads, STAGES stages ahead."""
     SCALE_BYTES: gl.constexpr = BN * scales.dtype.primitive_bitwidth // 8 + (zeros.block_shape[0] if ASYM else 0)
@@ -103,11 +195,11 @@ def loader(
         i_tile = first // steps
         i_step = first % steps
     i_stage = 0
-    phase = 1
     for i in range(first, last):
         ready = full.index(i_stage)
+        if i - first >= STAGES:
+            wait_to_be_told(FIRST_BARRIER + STAGES * (WARPS // 4) + i_stage, 32 * WARPS + 32)
         if not OVERLAP or i - first >= STAGES:
-            mbarrier.wait(empty.index(i_stage), phase)
             load_weight(
                 words, scales, zeros, ready, s_words, s_scales, s_zeros, i_stage, i_tile // tiles_m, i_step, N,
                 blocks_n, CHUNKS_A_GROUP, BN, UNROLL, GROUPS, ASYM, BYTES,
@@ -116,9 +208,7 @@ def loader(
             o_x = [(i_tile % tiles_m) * BM, (i_step * 2 * UNROLL + b) * 64]
             tma_load(x, o_x, ready, s_x.index(i_stage * 2 * UNROLL + b))
         i_tile, i_step = next_step(i_tile, i_step, steps)
-        turn = i_stage + 1 == STAGES
-        i_stage = gl.where(turn, 0, i_stage + 1)
-        phase = gl.where(turn, phase ^ 1, phase)
+        i_stage = gl.where(i_stage + 1 == STAGES, 0, i_stage + 1)
 
 
 # -------------------------------------------------------------------------------------------------- sums of shares
@@ -163,12 +253,36 @@ def finish(acc, bias, o_n, N, BIAS: gl.constexpr, DTYPE: gl.constexpr, SCALED: g
     return acc
 
 
+@gluon.jit
+def store_tile(tile, out, i_n, i_m, M, N, BN: gl.constexpr, BM: gl.constexpr, DTYPE: gl.constexpr):
+    """Stores a tile ``[BN, BM]`` of out^T: columns ``i_n ..``, rows ``i_m ..``.
+
+    A lane holds two neighbouring rows of a column, where memory wants neighbouring columns. Transposing 8 x 8 blocks
+    inside each warp makes them that, and no warp waits for another.
+    """
+    b_low, b_high = gl.split(gl.reshape(tile.to(DTYPE), [BN, BM // 2, 2]))
+    b_out = gl.inline_asm_elementwise(
+        "{ .reg .b32 t; mov.b32 t, {$1, $2}; movmatrix.sync.aligned.m8n8.trans.b16 $0, t; }",
+        "=r,h,h",
+        [b_low.to(gl.int16, bitcast=True), b_high.to(gl.int16, bitcast=True)],
+        dtype=gl.int32,
+        is_pure=False,
+        pack=1,
+    )
+    o_column = gl.arange(0, BN, gl.SliceLayout(1, b_out.type.layout))[:, None]
+    o_pair = gl.arange(0, BM // 2, gl.SliceLayout(0, b_out.type.layout))[None, :]
+    o_n = i_n + (o_column & -8) + 2 * (o_pair & 3)
+    o_m = i_m + (o_column & 7) + 8 * (o_pair >> 2)
+    p_out = out.to(gl.pointer_type(gl.int32), bitcast=True) + (o_m.to(gl.int64) * (N // 2) + (o_n >> 1))
+    gl.store(p_out, b_out, mask=(o_m < M) & (o_n < N))
+
+
 # ------------------------------------------------------------------------------------------------------ mma.sync
 
 
 @gluon.jit
 def narrow_worker(
-    s_words, s_x, s_scales, s_zeros, full, empty, bias, out, partial, counters, M, N, steps, total, tiles_m,
+    s_words, s_x, s_scales, s_zeros, bias, out, partial, counters, M, N, steps, total, tiles_m,
     BM: gl.constexpr, BN: gl.constexpr, UNROLL: gl.constexpr, STAGES: gl.constexpr, WARPS: gl.constexpr,
     GROUPS: gl.constexpr, ASYM: gl.constexpr, BIAS: gl.constexpr, OVERLAP: gl.constexpr,
 ):  # fmt: skip
@@ -181,13 +295,12 @@ def narrow_worker(
     first = pid * total // gl.num_programs(0)
     last = (pid + 1) * total // gl.num_programs(0)
     i_stage = 0
-    phase = 0
     if OVERLAP:
         wait_for_kernel_in_front()
     for i_tile in range(first // steps, (last + steps - 1) // steps):
         acc = gl.zeros([BN, BM], gl.float32, MMA)
-        for _ in range(gl.maximum(first, i_tile * steps), gl.minimum(last, (i_tile + 1) * steps)):
-            mbarrier.wait(full.index(i_stage), phase)
+        for i_chunk in range(gl.maximum(first, i_tile * steps), gl.minimum(last, (i_tile + 1) * steps)):
+            wait_for_stage(i_stage, WARPS // 4)
             for i in gl.static_range(UNROLL):
                 unit = i_stage * UNROLL + i
                 dot = gl.zeros([BN, BM], gl.float32, MMA)
@@ -210,17 +323,14 @@ def narrow_worker(
                             b_scale = s_scales.index(group).load(gl.SliceLayout(1, MMA)).to(gl.float32)
                             acc += dot * b_scale[:, None]
                             dot = gl.zeros([BN, BM], gl.float32, MMA)
-            arrive_each_thread(empty.index(i_stage))
-            turn = i_stage + 1 == STAGES
-            i_stage = gl.where(turn, 0, i_stage + 1)
-            phase = gl.where(turn, phase ^ 1, phase)
+            if i_chunk + STAGES < last:
+                release(FIRST_BARRIER + STAGES * (WARPS // 4) + i_stage, 32 * WARPS + 32)
+            i_stage = gl.where(i_stage + 1 == STAGES, 0, i_stage + 1)
         acc, whole = sum_shares(acc, partial, counters, i_tile, steps, total, BN, BM, MMA)
         if whole:
             o_n = (i_tile // tiles_m) * BN + gl.arange(0, BN, gl.SliceLayout(1, MMA))
-            o_m = (i_tile % tiles_m) * BM + gl.arange(0, BM, gl.SliceLayout(0, MMA))
             acc = finish(acc, bias, o_n, N, BIAS, DTYPE, False)
-            mask = (o_m < M)[None, :] & (o_n < N)[:, None]
-            gl.store(out + o_m[None, :].to(gl.int64) * N + o_n[:, None], acc.to(DTYPE), mask=mask)
+            store_tile(acc, out, (i_tile // tiles_m) * BN, (i_tile % tiles_m) * BM, M, N, BN, BM, DTYPE)
 
 
 @gluon.jit(do_not_specialize=["M", "N", "blocks_n", "steps", "total", "tiles_m", "CHUNKS_A_GROUP"])
@@ -238,21 +348,20 @@ def narrow_kernel(
         gl.allocate_shared_memory(gl.uint8, [UNITS * GROUPS, zeros.block_shape[0]], zeros.layout) if ASYM else s_scales
     )
     full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     for i in gl.static_range(STAGES):
         mbarrier.init(full.index(i), count=1)
-        mbarrier.init(empty.index(i), count=32 * WARPS)
     if OVERLAP:
         let_next_kernel_start()
     gl.warp_specialize(
         [
-            (narrow_worker, (s_words, s_x, s_scales, s_zeros, full, empty, bias, out, partial, counters, M, N, steps,
+            (narrow_worker, (s_words, s_x, s_scales, s_zeros, bias, out, partial, counters, M, N, steps,
                              total, tiles_m, BM, BN, UNROLL, STAGES, WARPS, GROUPS, ASYM, BIAS, OVERLAP)),
-            (loader, (x, words, scales, zeros, s_words, s_x, s_scales, s_zeros, full, empty, N, blocks_n, steps, total,
-                      tiles_m, CHUNKS_A_GROUP, BM, BN, UNROLL, STAGES, GROUPS, ASYM, OVERLAP)),
+            (loader, (x, words, scales, zeros, s_words, s_x, s_scales, s_zeros, full, N, blocks_n, steps, total,
+                      tiles_m, CHUNKS_A_GROUP, BM, BN, UNROLL, STAGES, WARPS, GROUPS, ASYM, OVERLAP)),
+            (messenger, (full, total, WARPS, STAGES)),
         ],
-        [1],
-        [24],
+        [1, 1],
+        [24, 24],
     )  # fmt: skip
 
 
@@ -261,7 +370,7 @@ def narrow_kernel(
 
 @gluon.jit
 def wide_worker(
-    s_words, s_x, s_scales, s_zeros, full, empty, bias, out, partial, counters, M, N, steps, total, tiles_m,
+    s_words, s_x, s_scales, s_zeros, bias, out, partial, counters, M, N, steps, total, tiles_m,
     BM: gl.constexpr, BN: gl.constexpr, PIECES: gl.constexpr, STAGES: gl.constexpr, WARPS: gl.constexpr,
     GROUPS: gl.constexpr, ASYM: gl.constexpr, BIAS: gl.constexpr, OVERLAP: gl.constexpr,
     SCALED: gl.constexpr,
@@ -277,11 +386,10 @@ def wide_worker(
     first = pid * total // gl.num_programs(0)
     last = (pid + 1) * total // gl.num_programs(0)
     i_stage = 0
-    phase = 0
     zero = gl.zeros([BN, BM], gl.float32, MMA)
     if OVERLAP:
         wait_for_kernel_in_front()
-    mbarrier.wait(full.index(0), 0)
+    wait_for_stage(0, WARPS // 4)
     b_first = load_block(s_words.index(0), WORDS, BN)
     b_second = load_block(s_words.index(1), WORDS, BN)
     b_part = b_first if PIECES == 2 else half_block(b_first, 0, BN)
@@ -289,9 +397,7 @@ def wide_worker(
     for i_tile in range(first // steps, (last + steps - 1) // steps):
         acc = warpgroup_mma_init(zero) if SCALED else zero
         for i in range(gl.maximum(first, i_tile * steps), gl.minimum(last, (i_tile + 1) * steps)):
-            turn = i_stage + 1 == STAGES
-            n_stage = gl.where(turn, 0, i_stage + 1)
-            n_phase = gl.where(turn, phase ^ 1, phase)
+            n_stage = gl.where(i_stage + 1 == STAGES, 0, i_stage + 1)
             for h in gl.static_range(PIECES):
                 p_x = s_x.index(2 * i_stage + h * 2 // PIECES)
                 if PIECES == 4:
@@ -300,8 +406,10 @@ def wide_worker(
                     if h == 0:
                         # once the products of the chunk before are done, its stage has been read
                         acc = warpgroup_mma_init(warpgroup_mma_wait(0, deps=[acc]))
-                        if i > first:
-                            arrive_each_thread(empty.index(gl.where(i_stage == 0, STAGES - 1, i_stage - 1)))
+                        if i > first and i + STAGES <= last:
+                            # the products that it waited for were made of everything that was loaded from there
+                            done_with = gl.where(i_stage == 0, STAGES - 1, i_stage - 1)
+                            tell(FIRST_BARRIER + STAGES * (WARPS // 4) + done_with, 32 * WARPS + 32)
                     acc = warpgroup_mma(b_a, p_x.permute((1, 0)), acc, is_async=True)
                 elif h % A_GROUP == 0:
                     dot = warpgroup_mma(
@@ -312,7 +420,8 @@ def wide_worker(
                 # the operand after this one
                 n = h + 1 if h + 1 < PIECES else 0
                 if n == 0:
-                    mbarrier.wait(full.index(n_stage), n_phase, pred=i + 1 < last)
+                    if i + 1 < last:
+                        wait_for_stage(n_stage, WARPS // 4)
                     b_first = load_block(s_words.index(2 * n_stage), WORDS, BN)
                     group = n_stage * GROUPS
                 else:
@@ -329,22 +438,15 @@ def wide_worker(
                 if n == 0:
                     b_second = load_block(s_words.index(2 * n_stage + 1), WORDS, BN)
                 b_a = b_next
-            if not SCALED:
-                arrive_each_thread(empty.index(i_stage))
+            if not SCALED and i + STAGES < last:
+                release(FIRST_BARRIER + STAGES * (WARPS // 4) + i_stage, 32 * WARPS + 32)
             i_stage = n_stage
-            phase = n_phase
         tile = warpgroup_mma_wait(0, deps=[acc]) if SCALED else acc
         tile, whole = sum_shares(tile, partial, counters, i_tile, steps, total, BN, BM, MMA)
         if whole:
             o_n = (i_tile // tiles_m) * BN + gl.arange(0, BN, gl.SliceLayout(1, MMA))
             tile = finish(tile, bias, o_n, N, BIAS, DTYPE, SCALED)
-            ALONG_N: gl.constexpr = BN // 8 if BN < 256 else 32
-            STORE: gl.constexpr = gl.BlockedLayout([8, 1], [ALONG_N, 32 // ALONG_N], [1, WARPS], [0, 1])
-            b_out = gl.convert_layout(tile.to(DTYPE), STORE)
-            c_n = (i_tile // tiles_m) * BN + gl.arange(0, BN, gl.SliceLayout(1, STORE))
-            c_m = (i_tile % tiles_m) * BM + gl.arange(0, BM, gl.SliceLayout(0, STORE))
-            mask = (c_m < M)[None, :] & (c_n < N)[:, None]
-            gl.store(out + c_m[None, :].to(gl.int64) * N + c_n[:, None], b_out, mask=mask)
+            store_tile(tile, out, (i_tile // tiles_m) * BN, (i_tile % tiles_m) * BM, M, N, BN, BM, DTYPE)
 
 
 @gluon.jit(do_not_specialize=["M", "blocks_n", "steps", "total", "tiles_m", "CHUNKS_A_GROUP"])
@@ -361,19 +463,18 @@ def wide_kernel(
         gl.allocate_shared_memory(gl.uint8, [STAGES * GROUPS, zeros.block_shape[0]], zeros.layout) if ASYM else s_scales
     )
     full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     for i in gl.static_range(STAGES):
         mbarrier.init(full.index(i), count=1)
-        mbarrier.init(empty.index(i), count=32 * WARPS)
     if OVERLAP:
         let_next_kernel_start()
     gl.warp_specialize(
         [
-            (wide_worker, (s_words, s_x, s_scales, s_zeros, full, empty, bias, out, partial, counters, M, N, steps,
+            (wide_worker, (s_words, s_x, s_scales, s_zeros, bias, out, partial, counters, M, N, steps,
                            total, tiles_m, BM, BN, PIECES, STAGES, WARPS, GROUPS, ASYM, BIAS, OVERLAP, SCALED)),
-            (loader, (x, words, scales, zeros, s_words, s_x, s_scales, s_zeros, full, empty, N, blocks_n, steps, total,
-                      tiles_m, CHUNKS_A_GROUP, BM, BN, 1, STAGES, GROUPS, ASYM, OVERLAP)),
+            (loader, (x, words, scales, zeros, s_words, s_x, s_scales, s_zeros, full, N, blocks_n, steps, total,
+                      tiles_m, CHUNKS_A_GROUP, BM, BN, 1, STAGES, WARPS, GROUPS, ASYM, OVERLAP)),
+            (messenger, (full, total, WARPS, STAGES)),
         ],
-        [1],
-        [24],
+        [1, 1],
+        [24, 24],
     )  # fmt: skip

@@ -1,19 +1,31 @@
 """Which Hopper kernel, in which tiles and with how many programs: a pure function of the problem.
 
-The rule below is read off measurements on an H200 (benchmarks/LOG.md). What they say, in short: decode likes few deep
-programs (two a multiprocessor, three stages of 512 rows) whose shares of K are whole and long; a program with a ragged
-share pays for two partial tiles; from 9 to 128 rows wgmma with the scale on the sum leads, since it unpacks with the
-fewest instructions; above, only tiles of 256 rows of x amortise the unpacking.
+Shapes near one of a table take what ``tools/tune`` measured there. The rule for all others is read off measurements on
+an H200 (benchmarks/LOG.md). What they say, in short: decode likes few deep programs (two a multiprocessor, three stages
+of 512 rows) whose shares of K are whole and long; a program with a ragged share pays for two partial tiles; from 9 to
+128 rows wgmma with the scale on the sum leads, since it unpacks with the fewest instructions; above, only tiles of 256
+rows of x amortise the unpacking.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import functools
+import json
+import math
+from dataclasses import dataclass, replace
+from importlib import resources
+from typing import Any
 
-from w4plugin.kernels.tiles import Problem
+from w4plugin.kernels.tiles import Problem, bucket
 
 CHUNK = 128
 """Rows of the weight in the kernels' unit of work."""
+
+SHARED = 227 * 1024
+"""Bytes of shared memory of a multiprocessor that programs can take."""
+
+NEAR = 1.5
+"""How far a measured shape may be from a problem's, as the product of the ratios of N and of K."""
 
 DENSE_FROM = 3072
 """Rows of x from which dequantising first, then multiplying densely, is faster than any fused tile."""
@@ -34,6 +46,7 @@ class Tile:
         resident: programs a multiprocessor holds.
         on_sum: scales multiply the float32 sum of a group; else the weights, which need scales in x's dtype.
         shortest: chunks of K below which a program's share does not pay for its partial sum.
+        programs: that share the work; 0 takes a rule's number.
     """
 
     kind: str
@@ -46,6 +59,7 @@ class Tile:
     resident: int
     on_sum: bool
     shortest: int
+    programs: int = 0
 
 
 def _narrow(bm: int, bn: int, depth: int, stages: int, warps: int, registers: int) -> Tile:
@@ -59,14 +73,63 @@ def _wide(
 
 
 def choose(p: Problem) -> Tile | None:
-    """The tile for a problem; None means dequantise first, then multiply densely."""
-    tile = _by_rows(p, narrow_layer=_columns(p, 128) < 48)
+    """The tile for a problem; None means dequantise first, then multiply densely.
+
+    What was measured on the nearest shape (``tools/tune``), or the rule where none is near.
+    """
+    entry = _nearest(p)
+    if entry is None:
+        return by_rule(p)
+    if entry["tile"] is None:
+        return None
+    tile = Tile(**entry["tile"])
+    same = (entry["n"], entry["k"]) == (p.n, p.k) and entry["sms"] == p.sms
+    if not same or -(-p.m // tile.bm) != -(-entry["m"] // tile.bm):
+        tile = replace(tile, programs=0)
+    return _legal(tile, p)
+
+
+def by_rule(p: Problem) -> Tile | None:
+    """The tile by the rule alone."""
+    return _legal(_by_rows(p, narrow_layer=_columns(p, 128) < 48), p)
+
+
+def _legal(tile: Tile | None, p: Problem) -> Tile | None:
+    """The tile, or another where the groups or scales of the problem do not allow it."""
     if tile is None or (not tile.on_sum and not p.narrow):
         # scales in another dtype than x cannot multiply the weights without being narrowed
         tile = None if p.m > 512 else _wide(128, 128, 4, 8, 168, 1, True)
     if tile is not None and tile.kind == "wide" and p.group == 32 and tile.depth != 4:
-        tile = Tile(**{**tile.__dict__, "depth": 4})  # four groups a chunk: a product each
+        tile = replace(tile, depth=4)  # four groups a chunk: a product each
+    while tile is not None and tile.resident * shared_bytes(tile, p) > SHARED:
+        tile = replace(tile, stages=tile.stages - 1)
     return tile
+
+
+def shared_bytes(tile: Tile, p: Problem) -> int:
+    """Shared memory that a program needs, zero points included."""
+    groups = CHUNK // p.group if 0 < p.group < CHUNK else 1
+    scales = (2 if p.narrow else 4) * tile.bn + max(tile.bn, 128)
+    chunk = tile.bn * CHUNK // 2 + tile.bm * 2 * CHUNK + groups * scales
+    return tile.stages * chunk * (tile.depth if tile.kind == "narrow" else 1) + 1024
+
+
+@functools.cache
+def table(arch: str) -> list[dict[str, Any]]:
+    """The measured entries of an architecture, empty where nobody measured."""
+    file = resources.files("w4plugin.kernels") / "tables" / f"hopper_{arch}.json"
+    if not file.is_file():
+        return []
+    measured = json.loads(file.read_text())
+    return [{**entry, "sms": measured["sms"]} for entry in measured["entries"]]
+
+
+def _nearest(p: Problem) -> dict[str, Any] | None:
+    """The entry of the same bucket of M whose shape is nearest, if N and K together are within a factor of NEAR."""
+    rows = bucket(p.m)
+    found = [(abs(math.log(e["n"] / p.n)) + abs(math.log(e["k"] / p.k)), e) for e in table(p.arch) if e["m"] == rows]
+    distance, entry = min(found, key=lambda pair: pair[0], default=(math.inf, None))
+    return entry if distance <= math.log(NEAR) else None
 
 
 def _by_rows(p: Problem, narrow_layer: bool) -> Tile | None:
@@ -101,6 +164,11 @@ def _columns(p: Problem, bn: int) -> int:
     return -(-p.n // bn)
 
 
+def deepest(warps: int) -> int:
+    """Most stages of so many warps: one named barrier a stage and warpgroup, and one a stage; twelve are free."""
+    return 12 // (warps // 4 + 1)
+
+
 def steps(tile: Tile, p: Problem) -> int:
     """Units of work along K of one tile."""
     unroll = tile.depth if tile.kind == "narrow" else 1
@@ -114,6 +182,8 @@ def programs(tile: Tile, p: Problem) -> int:
     Otherwise, or where that leaves too much of the device idle, as many as fit, each with an equal run of steps.
     """
     tiles = _columns(p, tile.bn) * -(-p.m // tile.bm)
+    if tile.programs:
+        return min(tile.programs, tiles * steps(tile, p))
     slots = p.sms * tile.resident
     unroll = tile.depth if tile.kind == "narrow" else 1
     most = max(1, steps(tile, p) * unroll // tile.shortest)

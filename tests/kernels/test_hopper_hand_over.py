@@ -1,0 +1,56 @@
+"""Stages of shared memory handed back and forth between the warps of a Hopper kernel: on the device alone.
+
+The tiles have the fewest stages and most programs that fit, and shapes that keep the loader at the heels of the warps
+that multiply. An arrival that overtook a load from shared memory showed here as some columns of some tiles in every
+run of the first, and in one run of ten of the second.
+"""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from w4plugin import kernels
+from w4plugin.kernels import hopper, portable
+from w4plugin.kernels.hopper_tiles import Tile
+from w4plugin.tensor import W4Tensor
+
+TILES = [
+    (8192, 57344, 64, Tile("wide", 64, 64, 2, 3, 4, 80, 3, True, 12)),
+    (4096, 28672, 512, Tile("wide", 128, 64, 2, 3, 4, 128, 2, True, 12)),
+    (8192, 57344, 64, Tile("wide", 64, 64, 2, 4, 4, 80, 2, True, 12)),
+    (4096, 28672, 1024, Tile("wide", 256, 128, 4, 3, 8, 168, 1, False, 12)),
+    (8192, 57344, 8, Tile("narrow", 8, 64, 4, 2, 4, 80, 3, True, 12)),
+    (4096, 28672, 8, Tile("narrow", 8, 64, 1, 3, 4, 80, 3, True, 12)),
+]
+
+
+def _weight(k: int, n: int, device: torch.device) -> W4Tensor:
+    g = torch.Generator(device).manual_seed(k + n)
+    words = torch.randint(-(2**31), 2**31, (k // 8, n), generator=g, device=device, dtype=torch.int64)
+    scales = (torch.rand(k // 128, n, generator=g, device=device) + 0.5) * 0.01
+    return W4Tensor(words.to(torch.int32), scales.half(), None, None, 128)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("k", "n", "m", "tile"), TILES)
+def test_every_run_gives_the_same_right_bits(k: int, n: int, m: int, tile: Tile, device: torch.device) -> None:
+    if torch.cuda.get_device_capability(device) != (9, 0):
+        pytest.skip("the kernels are sm_90's")
+    weight = _weight(k, n, device)
+    q = kernels.prepare(weight, dtype=torch.float16, backend="hopper")
+    x = torch.randn(m, k, device=device, generator=torch.Generator(device).manual_seed(m)).half()
+    plan = hopper.make_plan(tile, portable.problem(x, q.scales, None, n, 128), torch.float16, False, False)
+
+    def run() -> Tensor:
+        return hopper.multiply(plan, x, q.qweight, q.scales, None, None, q.counters, None, n, 128)
+
+    first = run()
+    want = x.double() @ weight.dequantize(torch.float64)
+    sums = x.abs().double() @ weight.dequantize(torch.float64).abs()
+    # float32 sums of K products, weights rounded once where scales multiply them, and the output rounded
+    bound = sums * ((k + 16) * 2.0**-23 + (0 if tile.on_sum else 2.0**-11)) + want.abs() * 2.0**-11 + 2.0**-25
+    assert bool(((first.double() - want).abs() <= bound).all())
+    for i in range(30):
+        assert torch.equal(run(), first), f"run {i} differs from the first"

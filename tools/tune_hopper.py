@@ -1,0 +1,238 @@
+"""``tools/tune --backend hopper``: tiles and programs of the Hopper kernels, measured on this GPU.
+
+Every variant is compiled once, by a first launch in one of many processes, since its code does not depend on the
+problem. Then each point (K, N, M) times the variants with the rule's number of programs, and the best of them with
+other numbers.
+"""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import itertools
+import json
+import statistics
+import time
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass, replace
+from typing import Any
+
+import torch
+from graph_timing import microseconds
+
+from w4plugin import kernels
+from w4plugin.kernels import device, hopper, hopper_tiles, portable
+from w4plugin.kernels.hopper_tiles import Tile
+from w4plugin.kernels.tiles import Problem
+from w4plugin.tensor import W4Tensor
+
+Entry = dict[str, Any]
+REGISTERS = 65536
+
+
+def variants(m: int) -> list[Tile]:
+    """Tiles worth trying for so many rows of x."""
+    out: list[Tile] = []
+    if m <= 32:
+        for bm, bn, depth, stages, warps in itertools.product(
+            [8 if m <= 8 else 16], [64, 128], [2, 4], [2, 3, 4], [4, 8]
+        ):
+            for resident in (2, 3):
+                size = stages * depth * (bn * 64 + bm * 256 + 3 * bn) + 1024
+                registers = REGISTERS // (32 * resident * (warps + 4)) // 8 * 8
+                if (
+                    resident * size <= hopper_tiles.SHARED
+                    and size * (resident + 1) > hopper_tiles.SHARED // 2
+                    and registers >= 64
+                ):
+                    out.append(Tile("narrow", bm, bn, depth, stages, warps, min(registers, 168), resident, True, 16))
+    if m >= 16:
+        # up to 512 rows every M of a bucket makes as many tiles, so a row has the same bits in all of them
+        least = m // 2 if m <= 512 else 128
+        rows = [b for b in (16, 32, 64, 128, 256) if b >= least and b < 2 * max(m, 16)]
+        for bm, bn, warps, on_sum, depth in itertools.product(rows, [64, 128, 256], [4, 8], [True, False], [2, 4]):
+            sums = bm * bn // (32 * warps)
+            if bn < 16 * warps or sums > (64 if on_sum else 128) or (on_sum and depth == 4 and sums > 32):
+                continue
+            if not on_sum and sums < 32:
+                continue  # a weight would be scaled for too few products
+            for resident in (1, 2, 3):
+                registers = REGISTERS // (32 * resident * (warps + 4)) // 8 * 8
+                if registers < 80 or (resident == 3 and sums > 32) or (resident == 2 and sums > 64):
+                    continue
+                size = bn * 64 + bm * 256 + 3 * bn
+                deepest = min(hopper_tiles.deepest(warps), (hopper_tiles.SHARED // resident - 1024) // size)
+                for stages in sorted({deepest, min(deepest, 4)}):
+                    if stages >= 2:
+                        out.append(
+                            Tile("wide", bm, bn, depth, stages, warps, min(registers, 168), resident, on_sum, 12)
+                        )
+    return out
+
+
+def programs(tile: Tile, p: Problem) -> list[int]:
+    """Numbers of programs worth trying beside the rule's."""
+    tiles, slots = -(-p.n // tile.bn) * -(-p.m // tile.bm), p.sms * tile.resident
+    total = tiles * hopper_tiles.steps(tile, p)
+    most = 4 * p.sms  # a weight carries so many counters
+    found = {slots, p.sms, *(tiles * share for share in (1, 2, 3, 4, 6, 8) if tiles * share <= slots)}
+    if tiles <= 2 * slots:
+        found.add(tiles)
+    return sorted(n for n in found if n <= min(most, total) and n >= min(p.sms, tiles) // 2)
+
+
+@functools.cache
+def problem_of_one_tile(bm: int, n: int, k: int, group: int, dtype: str, asym: bool) -> tuple[Any, ...]:
+    weight = random_weight(k, n, group, asym, getattr(torch, dtype))
+    q = kernels.prepare(weight, dtype=getattr(torch, dtype), backend="hopper")
+    return torch.randn(bm, k, device="cuda").to(getattr(torch, dtype)), q
+
+
+def compile_one(job: tuple[Tile, int, str, bool]) -> str | None:
+    """Compile one variant by launching it, in a process of its own; what is wrong with it, if anything."""
+    tile, group, dtype, asym = job
+    try:
+        x, q = problem_of_one_tile(tile.bm, 4096, 1024, group, dtype, asym)
+        run(tile, x, q, group)
+        torch.cuda.synchronize()
+    except Exception as error:
+        return f"{type(error).__name__}: {str(error)[:160]}"
+    return None
+
+
+def run(tile: Tile | None, x: torch.Tensor, q: Any, group: int) -> torch.Tensor:
+    return caller(tile, x, [q], group)(0)
+
+
+def caller(tile: Tile | None, x: torch.Tensor, weights: list[Any], group: int) -> Any:
+    q = weights[0]
+    p = portable.problem(x, q.scales, None, q.N, group)
+    plan = hopper.make_plan(tile, p, q.scales.dtype, q.zeros is not None, False)
+
+    def call(i: int) -> torch.Tensor:
+        w = weights[i]
+        return hopper.multiply(plan, x, w.qweight, w.scales, w.zeros, None, w.counters, None, w.N, group)
+
+    return call
+
+
+def random_weight(k: int, n: int, group: int, asym: bool, dtype: torch.dtype) -> W4Tensor:
+    g = torch.Generator("cuda").manual_seed(k + n)
+    words = torch.randint(-(2**31), 2**31, (k // 8, n), generator=g, device="cuda", dtype=torch.int64).to(torch.int32)
+    groups = -(-k // group)
+    scales = ((torch.rand(groups, n, generator=g, device="cuda") + 0.5) * 0.01).to(dtype)
+    zeros = torch.randint(0, 16, (groups, n), generator=g, device="cuda", dtype=torch.uint8) if asym else None
+    return W4Tensor(words, scales, zeros, None, group)
+
+
+@dataclass
+class Point:
+    """One problem on the device."""
+
+    x: torch.Tensor
+    want: torch.Tensor
+    weights: list[Any]
+    group: int
+    ms: float
+
+    def time(self, tile: Tile | None, factor: float = 1) -> float | None:
+        """Microseconds, None where the result is wrong or the launch fails."""
+        call = caller(tile, self.x, self.weights, self.group)
+        try:
+            got = call(0).float()
+            error = float((got - self.want).abs().max() / self.want.abs().max())
+        except Exception as failure:
+            if "CUDA error" in str(failure):
+                raise
+            print(f"    {brief(tile)}: {type(failure).__name__}: {str(failure)[:120]}", flush=True)
+            return None
+        if not error < 2e-2:
+            print(f"    WRONG {brief(tile)}: relative error {error}", flush=True)
+            return None
+        return microseconds(call, len(self.weights), factor * self.ms)
+
+    def best(self, tiles: list[Tile], factor: float = 1) -> list[tuple[float, Tile]]:
+        rows = [(us, tile) for tile in tiles if (us := self.time(tile, factor)) is not None]
+        return sorted(rows, key=lambda row: row[0])
+
+    def rounds(self, tiles: list[Tile | None]) -> list[tuple[float, Tile | None]]:
+        """Medians of three rounds over all of them: a device under load slows down, so one must not go last only."""
+        turns = [[self.time(tile, 2) for tile in dict.fromkeys(tiles)] for _ in range(3)]
+        found = zip(zip(*turns, strict=True), dict.fromkeys(tiles), strict=True)
+        rows = [(statistics.median(times), tile) for times, tile in found if None not in times]
+        return sorted(rows, key=lambda row: row[0])
+
+
+def brief(tile: Tile | None) -> str:
+    if tile is None:
+        return "dense"
+    where = "sum" if tile.on_sum else "weights"
+    return (
+        f"{tile.kind} {tile.bm}x{tile.bn}x{tile.depth} stages {tile.stages} warps {tile.warps} x{tile.resident}"
+        f" {where} programs {tile.programs}"
+    )
+
+
+def tune_shape(k: int, n: int, ms: list[int], a: argparse.Namespace, usable: set[Tile]) -> Iterator[Entry]:
+    """The entries of one shape."""
+    dtype = getattr(torch, a.dtype)
+    group = a.group if k % a.group == 0 else 64
+    w = random_weight(k, n, group, a.asym, dtype)
+    q = kernels.prepare(w, dtype=dtype, backend="hopper")
+    copies = max(2, min(200, -(-int(a.cold_mb * 2**20) // q.nbytes())))
+    weights = [replace(q, qweight=q.qweight.clone(), scales=q.scales.clone()) for _ in range(copies)]
+    dense = w.dequantize(dtype).t().contiguous()
+    dense_copies = max(2, -(-int(a.cold_mb * 2**20) // (2 * k * n)))
+    denses = [dense.clone() for _ in range(dense_copies)]
+    for m in ms:
+        x = torch.randn(m, k, device="cuda").to(dtype)
+        point = Point(x, (x @ dense.t()).float(), weights, group, a.ms)
+        p = portable.problem(x, q.scales, None, n, group)
+        rule = hopper_tiles.by_rule(p)
+        first = [replace(t, programs=hopper_tiles.programs(t, p)) for t in variants(m) if t in usable]
+        rows = point.best(first)
+        more = [
+            replace(tile, programs=count)
+            for _, tile in rows[: 3 if m > 64 else 4]
+            for count in programs(tile, p)
+            if count != tile.programs
+        ]
+        rows = sorted(rows + point.best(more), key=lambda row: row[0])
+        best: list[Tile | None] = [tile for _, tile in rows[:4]]
+        final = point.rounds([*best, rule, None] if m >= 1024 else [*best, rule])
+        blas = microseconds(lambda i, x=x: torch.nn.functional.linear(x, denses[i]), dense_copies, 3 * a.ms)
+        us, tile = final[0]
+        ruled = next((t for t, found in final if found == rule), 0.0)
+        print(
+            f"{k}x{n} M={m}: {us:.2f} us {brief(tile)}; rule {ruled:.2f}; blas {blas:.2f}; {len(rows)} tried; next "
+            + "; ".join(f"{t:.2f} {brief(v)}" for t, v in final[1:]),
+            flush=True,
+        )
+        yield {
+            "m": m, "n": n, "k": k, "tile": None if tile is None else asdict(tile), "us": round(us, 2),
+            "rule_us": round(ruled, 2), "blas_us": round(blas, 2),
+        }  # fmt: skip
+
+
+def entries(shapes: list[tuple[int, int]], ms: list[int], a: argparse.Namespace, pool: Any) -> Iterator[Entry]:
+    """Every entry, as they come; stops in time."""
+    started = time.perf_counter()
+    tiles = list(dict.fromkeys(tile for m in ms for tile in variants(m)))
+    jobs = [(tile, a.group, a.dtype, a.asym) for tile in tiles]
+    usable = set()
+    for tile, broken in zip(tiles, pool.map(compile_one, jobs, chunksize=1), strict=True):
+        if broken:
+            print(f"    {brief(tile)}: {broken}", flush=True)
+        else:
+            usable.add(tile)
+    print(f"{len(usable)} of {len(tiles)} variants compiled in {time.perf_counter() - started:.0f} s", flush=True)
+    for k, n in shapes:
+        for entry in tune_shape(k, n, ms, a, usable):
+            yield entry
+            if time.perf_counter() - started > a.seconds:
+                print("out of time", json.dumps([k, n]), flush=True)
+                return
+
+
+def arch() -> str:
+    return device.arch(torch.device("cuda", 0))
