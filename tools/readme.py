@@ -328,7 +328,8 @@ def newcomer() -> str:
     cached = "no package cached" if "--no-cache" in found["command"] else "packages cached"
     return (
         f"From `git clone` to generated text, installations included ({cached}): {seconds['all'] / 60:.1f} minutes\n"
-        f"on {found['cores']} cores ({found['cpu']}), by `./tools/newcomer`: "
+        f"on {found['cores']} cores ({found['cpu']}) that other work kept at a load of {found['load']}, by "
+        "`./tools/newcomer`: "
         "[newcomer.json](benchmarks/newcomer.json).\n"
     )
 
