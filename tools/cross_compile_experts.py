@@ -105,9 +105,10 @@ def compile_others(arch: str, build: Build) -> Iterator[tuple[str, Any]]:
                 f"count {held} {ids}",
                 build(kernels.count_kernel, {**common, "counts_ptr": "i32"}, sizes, arch, {"num_warps": 4}),
             )
-            more = {"BM": 16, "BLOCKS": experts.PLACED, "PDL": pdl}
+            more = {"BM": 16, "BLOCKS": experts.placed(sizes["E"]), "PDL": pdl}
             pointers = {**common, "counts_ptr": "i32", "slots_ptr": "i32", "experts_ptr": "i32"}
-            yield f"place {held} {ids}", build(kernels.place_kernel, pointers, sizes | more, arch, {"num_warps": 4})
+            warps = {"num_warps": experts.sort_warps(sizes["E"])}
+            yield f"place {held} {ids}", build(kernels.place_kernel, pointers, sizes | more, arch, warps)
         pointers = {**common, "x_ptr": "bf16", "order_ptr": "i32", "out_ptr": "bf16"}
         constants = {"SHARE": 8, "BK": 1024, "MAPPED": mapped, "PDL": pdl}
         yield f"gather {ids}", build(kernels.gather_kernel, pointers, constants, arch, {"num_warps": 4})

@@ -275,16 +275,22 @@ def _sort(
         kernels.count_kernel[(chunks,)](
             ids, where, counts, pairs, known, s.held, CHUNK, width, where is not None, num_warps=4
         )
-    grid = (chunks + blocks(most, PLACED),)
+    grid = (chunks + blocks(most, placed(width)),)
     kernels.place_kernel[grid](
-        ids, where, counts, slots, experts, pairs, known, s.held, chunks, most, CHUNK, width, bm, PLACED,
-        where is not None, bool(extra), num_warps=4, **extra,
+        ids, where, counts, slots, experts, pairs, known, s.held, chunks, most, CHUNK, width, bm, placed(width),
+        where is not None, bool(extra), num_warps=sort_warps(width), **extra,
     )  # fmt: skip
     return slots, experts
 
 
-PLACED = 64
-"""Blocks whose experts one program of the sort writes."""
+def sort_warps(width: int) -> int:
+    """Warps of the sort for so many experts: their counts must fit the registers."""
+    return 4 if width <= 256 else 8
+
+
+def placed(width: int) -> int:
+    """Blocks whose experts one program of the sort writes, comparing each with so many."""
+    return max(8, min(64, 8192 // width))
 
 
 def options(layout: Layout, tile: Tile, arch: str) -> dict[str, Any]:

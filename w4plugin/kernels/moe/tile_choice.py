@@ -67,7 +67,7 @@ def choose(load: Load, first: Problem, second: Problem) -> Layout:
     when the number of tokens changes, which changes the last bit of a sum.
     """
     bm = _rows(load, first.arch)
-    registers = 128 if bm == 16 else None  # 16 warps fit a multiprocessor
+    registers = 128 if bm == 16 and tiles.asynchronous(first.arch) else None  # 16 warps fit a multiprocessor
     return Layout(_tile(load, bm, first), _tile(load, bm, second), _pairs(load), registers)
 
 
