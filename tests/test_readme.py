@@ -107,7 +107,8 @@ def environment() -> dict[str, str]:
     """That of a user: the project importable, its command on the path, no hub."""
     kept = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
     path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
-    return {**kept, "PYTHONPATH": str(ROOT), "PATH": path, "HF_HUB_OFFLINE": "1"}
+    # one thread: two processes whose threads wait for each other on two cores take ten times as long
+    return {**kept, "PYTHONPATH": str(ROOT), "PATH": path, "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
 
 
 def bash(script: str, cwd: Path, said: str = "") -> str:

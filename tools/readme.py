@@ -325,11 +325,12 @@ def newcomer() -> str:
     if found is None:
         return ""
     seconds = found["seconds"]
+    threads = f"OMP_NUM_THREADS={found['OMP_NUM_THREADS']}" if found["OMP_NUM_THREADS"] else ""
     cached = "no package cached" if "--no-cache" in found["command"] else "packages cached"
     return (
         f"From `git clone` to generated text, installations included ({cached}): {seconds['all'] / 60:.1f} minutes\n"
-        f"on {found['cores']} cores ({found['cpu']}) that other work kept at a load of {found['load']}, by "
-        "`./tools/newcomer`: "
+        f"on {found['cores']} cores ({found['cpu']}) beside other work (load {found['load']}), by\n"
+        f"`{' '.join(filter(None, [threads, './' + found['command']]))}`: "
         "[newcomer.json](benchmarks/newcomer.json).\n"
     )
 
