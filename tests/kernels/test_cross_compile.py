@@ -56,11 +56,11 @@ def test_compiles(arch: str, triton: str) -> None:
             assert line["wgmma" if "kind='wide'" in line["variant"] else "mma.sync"] > 0, line
             assert line["serialized"] == 0, f"wgmma waits for itself: {line}"
             continue
-        # 128 registers let four programs of 16 rows on a multiprocessor; a value or two wait out the loop on the stack.
-        limited = "registers=128" in line["variant"] and line.get("spilled") == 0
+        # Experts of 16 rows have about 128 registers: a value or two wait out the loop on the stack.
+        limited = "Variant(tile=Tile(bm=16, bn=32" in line["variant"] and line.get("spilled") == 0
         # The sort for 512 experts has 8 bytes of stack with Triton 3.9, at 114 of 255 registers: no spill.
         around = 8 if line["kernel"] == "experts around" else 0
-        assert line["stack"] <= (32 if limited else around), f"spills: {line}"
+        assert line["stack"] <= (32 if limited and line["kernel"] == "experts" else around), f"spills: {line}"
         if line["kernel"] not in ("matmul", "experts"):
             continue
         used = {kind for kind in ("mma.sync", "wgmma", "tcgen05", "mfma") if line.get(kind)}
