@@ -193,7 +193,7 @@ def test_verbs_exist() -> None:
 
 def test_flags_exist() -> None:
     known = {flag for command in main.commands.values() for p in command.params for flag in p.opts}
-    foreign = {"--quantization", "--help", "--check"}  # vLLM's, and those of scripts
+    foreign = {"--quantization", "--help", "--check", "--no-cache"}  # vLLM's, and those of scripts
     named = {flag for text in CODE for flag in re.findall(r"(?<![\w-])--[a-z][\w-]+", text)}
     assert named - foreign <= known, named - foreign - known
 
