@@ -38,9 +38,7 @@ def _rows(ctx: click.Context, parameter: click.Parameter, value: str | None) -> 
 @click.option("--model", type=click.Choice(MODELS), help="Layers of this model.  [default: llama-3-8b; on a CPU smol]")
 @click.option("--shapes", callback=_shapes, metavar="KxN,...", help="Layers of these sizes instead.")
 @click.option("--m", "rows", callback=_rows, metavar="M,...", help="Rows of activations.  [default: 1 to 4096]")
-@click.option(
-    "--dtype", type=click.Choice(["fp16", "bf16", "fp32"]), help="Of activations.  [default: fp16, CPU bf16]"
-)
+@click.option("--dtype", type=click.Choice(["fp16", "bf16", "fp32"]), help="Of activations.  [default: fp16, CPU bf16]")
 @click.option("--group-size", type=click.IntRange(16), default=128, show_default=True, help="Rows that share a scale.")
 @click.option("--asym", is_flag=True, help="With zero points.")
 @click.option("--device", type=click.Choice(["cuda", "cpu"]), help="Where.  [default: cuda where there is one]")
