@@ -105,8 +105,8 @@ def compile_others(arch: str, build: Build) -> Iterator[tuple[str, Any]]:
                 f"count {held} {ids}",
                 build(kernels.count_kernel, {**common, "counts_ptr": "i32"}, sizes, arch, {"num_warps": 4}),
             )
-            more = {"BM": 16, "BLOCKS": experts.placed(sizes["E"]), "PDL": pdl}
-            pointers = {**common, "counts_ptr": "i32", "slots_ptr": "i32", "experts_ptr": "i32"}
+            more = {"BM": 16, "BLOCKS": experts.placed(sizes["E"]), "COUNTED": not mapped, "PDL": pdl}
+            pointers = {**common, "counts_ptr": None if mapped else "i32", "slots_ptr": "i32", "experts_ptr": "i32"}
             warps = {"num_warps": experts.sort_warps(sizes["E"])}
             yield f"place {held} {ids}", build(kernels.place_kernel, pointers, sizes | more, arch, warps)
         pointers = {**common, "x_ptr": "bf16", "order_ptr": "i32", "out_ptr": "bf16"}

@@ -15,9 +15,15 @@ from tests.runtime.vllm.checkpoints import FORMATS, Recipe
 from tests.runtime.vllm.experts import AT, EXACT, Experts, Sizes, finish, load, make, rank, run
 from tests.runtime.vllm.layers import opened, save
 from w4plugin.errors import CorruptError, UnsupportedError, UsageError, W4Error
-from w4plugin.kernels import PreparedExperts
+from w4plugin.kernels import PreparedExperts, Target
 from w4plugin.runtime.vllm import mixture, versions
-from w4plugin.runtime.vllm.experts import TENSORS, DequantizedExpertsMethod, W4ExpertsMethod, check_layer
+from w4plugin.runtime.vllm.experts import (
+    TENSORS,
+    DequantizedExpertsMethod,
+    W4ExpertsMethod,
+    check_layer,
+    refuse_unproven,
+)
 from w4plugin.runtime.vllm.inventory import Inventory
 
 
@@ -422,3 +428,10 @@ def test_lora_would_go_over_the_experts(tmp_path: Path) -> None:
 def test_every_format_that_holds_experts_is_among_the_recipes() -> None:
     tried = {recipe.format for recipe in RECIPES.values()}
     assert set(FORMATS) - tried <= {"awq-gemv", "awq-marlin", "gptq-marlin"}  # need other sizes; decoded the same way
+
+
+def test_a_gpu_waits_for_kernels_that_have_passed_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("W4PLUGIN_UNPROVEN", raising=False)
+    with pytest.raises(UnsupportedError, match="experts packed in 4 bits"):
+        refuse_unproven("layers.0.mlp.experts", Target(torch.device("cuda"), torch.float16, "sm_90"))
+    refuse_unproven("layers.0.mlp.experts", Target(torch.device("cpu"), torch.float16, "cpu"))

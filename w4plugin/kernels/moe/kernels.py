@@ -65,16 +65,18 @@ def place_kernel(
     E: tl.constexpr,
     BM: tl.constexpr,
     BLOCKS: tl.constexpr,
+    COUNTED: tl.constexpr,
     MAPPED: tl.constexpr,
     PDL: tl.constexpr,
 ):
     """Pairs into slots: blocks of BM slots hold one expert each, experts in order, pairs of an expert in order.
 
     Program 0 .. chunks - 1 places its chunk's pairs; the others write BLOCKS blocks' experts (-1 where a block has
-    none) and P into slots that no pair fills. With one chunk nobody counted before: each program counts itself.
+    none) and P into slots that no pair fills. With one chunk nobody counted before (COUNTED): each program counts
+    itself.
 
     Args:
-        counts_ptr: of :func:`count_kernel`, read when chunks > 1.
+        counts_ptr: of :func:`count_kernel`, read when COUNTED, else None.
         slots_ptr: int32 ``[most * BM]``.
         experts_ptr: int32 ``[most]``.
     """
@@ -85,7 +87,7 @@ def place_kernel(
         gdc_launch_dependents()
     total = tl.zeros((E,), tl.int32)
     before = tl.zeros((E,), tl.int32)
-    if chunks == 1:
+    if not COUNTED:
         all_of = local_expert(ids_ptr, map_ptr, tl.arange(0, CHUNK), P, known, held, MAPPED)
         total += tl.histogram(tl.where(all_of >= 0, all_of, E - 1), E)
     else:

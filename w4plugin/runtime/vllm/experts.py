@@ -19,7 +19,8 @@ from vllm.config import get_current_vllm_config
 from vllm.model_executor.layers.fused_moe import FusedMoEMethodBase, UnquantizedFusedMoEMethod
 
 from w4plugin.errors import CorruptError, UnsupportedError, UsageError
-from w4plugin.kernels import PreparedExperts
+from w4plugin.kernels import PreparedExperts, Target, experts_reasons
+from w4plugin.kernels.device import target
 from w4plugin.runtime.vllm import fingerprint, versions
 from w4plugin.runtime.vllm.inventory import Inventory
 from w4plugin.runtime.vllm.loading import decode
@@ -120,6 +121,17 @@ def _stem(shards: tuple[str, ...]) -> str:
     return "w2" if shards == ("w2",) else "w13"
 
 
+def refuse_unproven(layer: str, where: Target) -> None:
+    """On a GPU only the fused kernels will do: the plain way asks the device which experts tokens reached.
+
+    Raises:
+        UnsupportedError: they do not run there; before the engine starts, with their own word on why.
+    """
+    reason = experts_reasons(where)["portable"]
+    if where.device.type != "cpu" and reason is not None:
+        raise UnsupportedError(layer, got="experts packed in 4 bits", wanted=f"kernels that run them here: {reason}")
+
+
 class W4ExpertsMethod(FusedMoEMethodBase):
     """Serves one layer of experts that are all packed.
 
@@ -142,6 +154,7 @@ class W4ExpertsMethod(FusedMoEMethodBase):
         params_dtype: torch.dtype,
         **extra: Any,
     ) -> None:
+        refuse_unproven(self.mixture.layer, target(torch.get_default_device(), params_dtype))
         self.activation = versions.activation_of_experts(layer, self.mixture.layer)
         vllm_config = get_current_vllm_config()
         self.dummy = vllm_config.load_config.load_format == "dummy"
