@@ -44,7 +44,7 @@ class Variant:
 
 
 def variants(arch: str, sms: int) -> list[Variant]:
-    """Each tile in float16 and bfloat16, with and without zeros; each kind of group and activation once."""
+    """Each tile, in turn in float16 and bfloat16, with and without zeros; each kind of group and activation once."""
     found: dict[tuple[Tile, bool, int, int | None], int] = {}
     for (held, topk, hidden, inner), tokens in itertools.product(LAYERS, TOKENS):
         one = Problem(1, 2 * inner, hidden, 128, True, arch, sms)
@@ -55,8 +55,8 @@ def variants(arch: str, sms: int) -> list[Variant]:
         found.setdefault((layout.second, False, pairs, layout.registers), inner)
     out = []
     for i, ((tile, first, pairs, registers), k) in enumerate(found.items()):
-        out.append(Variant(tile, first, pairs, registers, k, asym=i % 2 == 0))
-        out.append(Variant(tile, first, pairs, registers, k, "bf16", "bf16", asym=i % 2 == 1))
+        dtype = "fp16" if i % 2 == 0 else "bf16"
+        out.append(Variant(tile, first, pairs, registers, k, dtype, dtype, asym=i % 4 in (0, 3)))
     small, large = out[0], max(out, key=lambda v: v.tile.bm if v.first else 0)
     for group in (0, 16, 32, 64):
         for v in (small, large):
