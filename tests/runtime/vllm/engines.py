@@ -36,7 +36,13 @@ class Text:
 @contextmanager
 def engine(model: Path, **settings: Any) -> Iterator[LLM]:
     """An engine that is gone afterwards, so that the next one can start in this process."""
-    llm = LLM(str(model), **{**SETTINGS, **settings})
+    try:
+        llm = LLM(str(model), **{**SETTINGS, **settings})
+    except BaseException:
+        # a model that was refused leaves groups of ranks behind, made for its kind: a mixture needs another
+        gc.collect()
+        cleanup_dist_env_and_memory()
+        raise
     try:
         yield llm
     finally:
