@@ -55,8 +55,8 @@ def variants(arch: str, sms: int) -> list[Variant]:
         found.setdefault((layout.second, False, pairs, layout.registers), inner)
     out = []
     for i, ((tile, first, pairs, registers), k) in enumerate(found.items()):
-        dtype = "fp16" if i % 2 == 0 else "bf16"
-        out.append(Variant(tile, first, pairs, registers, k, dtype, dtype, asym=i % 4 in (0, 3)))
+        dtype = "fp16" if i % 4 in (0, 3) else "bf16"
+        out.append(Variant(tile, first, pairs, registers, k, dtype, dtype, asym=i % 4 in (0, 1)))
     small, large = out[0], max(out, key=lambda v: v.tile.bm if v.first else 0)
     for group in (0, 16, 32, 64):
         for v in (small, large):

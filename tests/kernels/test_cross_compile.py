@@ -49,16 +49,16 @@ def test_compiles(arch: str, triton: str) -> None:
     for line in compile_for(arch, triton):
         assert line["shared"] <= SHARED[arch] * 1024, line
         if line["kernel"] == "hopper":
-            # 128 sums a thread of the largest tiles leave the epilogue short of registers (and the loop of 128 x 256, by
-            # four): 200 bytes with Triton 3.6, 312 with 3.9. The loader's 24 registers are up to 40 bytes short where it
-            # fetches many groups or stages.
+            # 128 sums a thread of the largest tiles leave the epilogue short of registers (and the loop of 128 x 256
+            # by four): 200 bytes with Triton 3.6, 312 with 3.9. The loader's 24 registers are 40 bytes short at most,
+            # where it fetches many groups or stages.
             largest = any(size in line["variant"] for size in ("bm=256, bn=128", "bm=128, bn=256", "bm=256, bn=64"))
             assert line["stack"] <= (312 if largest else 40), f"spills: {line}"
             assert line["wgmma" if "kind='wide'" in line["variant"] else "mma.sync"] > 0, line
             assert line["serialized"] == 0, f"wgmma waits for itself: {line}"
             continue
-        # Experts of 16 rows have about 128 registers: a value or two wait out the loop on the stack.
-        limited = "Variant(tile=Tile(bm=16, bn=32" in line["variant"] and line.get("spilled") == 0
+        # Experts of 16 rows have about 128 registers: up to three values wait on the stack.
+        limited = "Variant(tile=Tile(bm=16, bn=32" in line["variant"] and (line.get("spilled") or 0) <= 3
         # The sort for 512 experts has 8 bytes of stack with Triton 3.9, at 114 of 255 registers: no spill.
         around = 8 if line["kernel"] == "experts around" else 0
         assert line["stack"] <= (32 if limited and line["kernel"] == "experts" else around), f"spills: {line}"
