@@ -27,6 +27,14 @@ from w4plugin.kernels.gluon_names import (
     warpgroup_mma_init,
     warpgroup_mma_wait,
 )
+from w4plugin.kernels.hopper_hand_over import (
+    FIRST_BARRIER,
+    messenger,
+    release,
+    tell,
+    wait_for_stage,
+    wait_to_be_told,
+)
 from w4plugin.kernels.hopper_weights import block_layout, half_block, load_block, operand
 
 
@@ -45,98 +53,6 @@ def let_next_kernel_start():
 @gluon.jit
 def fence_device():
     gl.inline_asm_elementwise("fence.acq_rel.gpu; mov.u32 $0, 0;", "=r", [], dtype=gl.int32, is_pure=False, pack=1)
-
-
-# ---------------------------------------------------------------------------------------------------- handing over
-
-FIRST_BARRIER = gl.constexpr(4)
-"""Of the sixteen named barriers; Triton takes the first ones for a program and its partitions."""
-
-
-@gluon.jit
-def wait_for_stage(i_stage, GROUPS: gl.constexpr):
-    """A warpgroup that multiplies waits until the messenger says that a stage has arrived.
-
-    An mbarrier would tell it directly, but around every wait on one the compiler puts a barrier of all warps that
-    multiply. That keeps the warpgroups in step: both unpack, then both multiply, and the tensor cores idle in between.
-    """
-    gl.inline_asm_elementwise(
-        """
-        {
-        .reg .u32 id;
-        mov.u32 id, %tid.x;
-        shr.u32 id, id, 7;
-        mad.lo.u32 id, $1, $2, id;
-        add.u32 id, id, 4;
-        barrier.sync id, 160;
-        mov.u32 $0, 0;
-        }
-        """,
-        "=r,r,r",
-        [i_stage, GROUPS],
-        dtype=gl.int32,
-        is_pure=False,
-        pack=1,
-    )
-
-
-@gluon.jit
-def tell(i_barrier, threads):
-    """Arrive at a named barrier that others wait at, without waiting."""
-    gl.inline_asm_elementwise(
-        "barrier.arrive $1, $2; mov.u32 $0, 0;",
-        "=r,r,r",
-        [i_barrier, threads],
-        dtype=gl.int32,
-        is_pure=False,
-        pack=1,
-    )
-
-
-@gluon.jit
-def release(i_barrier, threads):
-    """As :func:`tell`, once everything that this thread loads from shared memory has arrived in its registers.
-
-    Without the fence an arrival overtakes loads that were issued before it, and the loader overwrites what they read.
-    """
-    gl.inline_asm_elementwise(
-        "fence.acq_rel.cta; barrier.arrive $1, $2; mov.u32 $0, 0;",
-        "=r,r,r",
-        [i_barrier, threads],
-        dtype=gl.int32,
-        is_pure=False,
-        pack=1,
-    )
-
-
-@gluon.jit
-def wait_to_be_told(i_barrier, threads):
-    """Wait at a named barrier."""
-    gl.inline_asm_elementwise(
-        "barrier.sync $1, $2; mov.u32 $0, 0;",
-        "=r,r,r",
-        [i_barrier, threads],
-        dtype=gl.int32,
-        is_pure=False,
-        pack=1,
-    )
-
-
-@gluon.jit
-def messenger(full, total, WARPS: gl.constexpr, STAGES: gl.constexpr):
-    """One warp: tells each warpgroup when a stage has arrived."""
-    pid = gl.program_id(0)
-    first = pid * total // gl.num_programs(0)
-    last = (pid + 1) * total // gl.num_programs(0)
-    i_stage = 0
-    phase = 0
-    for _ in range(first, last):
-        mbarrier.wait(full.index(i_stage), phase)
-        for g in gl.static_range(WARPS // 4):
-            tell(FIRST_BARRIER + i_stage * (WARPS // 4) + g, 160)
-        turn = i_stage + 1 == STAGES
-        i_stage = gl.where(turn, 0, i_stage + 1)
-        phase = gl.where(turn, phase ^ 1, phase)
 
 
 # ------------------------------------------------------------------------------------------------------- loading

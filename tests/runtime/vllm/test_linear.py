@@ -24,9 +24,10 @@ from tests.runtime.vllm.checkpoints import FORMATS, Recipe, Tensors, draw, plain
 from tests.runtime.vllm.layers import load, opened, rank_of, save
 from w4plugin.errors import CorruptError, UnsupportedError, UsageError
 from w4plugin.kernels import Prepared
+from w4plugin.runtime.pieces import TENSORS
 from w4plugin.runtime.vllm import fingerprint
 from w4plugin.runtime.vllm.config import W4Config
-from w4plugin.runtime.vllm.linear import TENSORS, W4LinearMethod
+from w4plugin.runtime.vllm.linear import W4LinearMethod
 
 PACKED = {"qkv_proj": ["q_proj", "k_proj", "v_proj"], "gate_up_proj": ["gate_proj", "up_proj"]}
 HEADS, KV_HEADS, DIM = 8, 2, 16

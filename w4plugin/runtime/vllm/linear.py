@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import functools
 from collections import Counter
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -21,30 +20,11 @@ from vllm.config import get_current_vllm_config
 from vllm.model_executor.layers.linear import LinearMethodBase, register_weight_loader_v2_supported_method
 
 from w4plugin.errors import UsageError
-from w4plugin.kernels import Prepared, op
+from w4plugin.runtime import pieces
 from w4plugin.runtime.vllm import fingerprint, versions
 from w4plugin.runtime.vllm.inventory import Inventory, Part
 from w4plugin.runtime.vllm.loading import Loading
 from w4plugin.runtime.vllm.placement import ShardId
-
-TENSORS = ("qweight", "scales", "zeros", "g_idx", "counters")
-"""The fields of a Prepared that are tensors, in the op's order; layers register them under these names."""
-
-
-@dataclass(frozen=True)
-class Piece:
-    """One multiplication of a layer.
-
-    Attributes:
-        names: the layer's parameter for each of TENSORS, None where the backend has none; of a plain weight, its one.
-        n: columns.
-        group_size, backend: as the op takes them; backend "" means a plain weight.
-    """
-
-    names: tuple[str | None, ...]
-    n: int
-    group_size: int = 0
-    backend: str = ""
 
 
 @register_weight_loader_v2_supported_method
@@ -113,12 +93,12 @@ class W4LinearMethod(LinearMethodBase):
         ready = self.loading.noise() if self.dummy else self.loading.finished()
         for suffix in self._placeholders():
             delattr(layer, suffix)
-        layer.w4_pieces = tuple(_register(layer, weight, i) for i, weight in enumerate(ready))
+        layer.w4_pieces = pieces.register(layer, ready)
         fingerprint.add(self.hash_into, self.prefix, layer.w4_pieces)
         self._report_cost(layer.w4_pieces)
         self.loading = None
 
-    def _report_cost(self, pieces: tuple[Piece, ...]) -> None:
+    def _report_cost(self, made: tuple[pieces.Piece, ...]) -> None:
         for part in self.parts:
             if part.kind == "wide" and part.module is not None:
                 versions.logger().warning(
@@ -128,42 +108,15 @@ class W4LinearMethod(LinearMethodBase):
                     part.module.N * part.module.K * 2 / 1e6,
                     part.module.N * part.module.K * part.module.bits / 8e6,
                 )
-        if len(pieces) > 1:
+        if len(made) > 1:
             versions.logger().info(
                 "%s: %d multiplications instead of one, since its weights differ in act-order or packing",
                 self.prefix,
-                len(pieces),
+                len(made),
             )
 
     def apply(self, layer: Layer, x: Tensor, bias: Tensor | None = None) -> Tensor:
-        pieces = layer.w4_pieces
-        if len(pieces) == 1:
-            return _multiply(layer, x, pieces[0], bias)
-        out = torch.cat([_multiply(layer, x, piece, None) for piece in pieces], -1)
-        return out if bias is None else out + bias
-
-
-def _multiply(layer: Layer, x: Tensor, piece: Piece, bias: Tensor | None) -> Tensor:
-    """x ``[..., K]`` times one piece of a layer -> ``[..., n]``."""
-    tensors = [None if name is None else getattr(layer, name) for name in piece.names]
-    if not piece.backend:
-        return torch.nn.functional.linear(x, tensors[0], bias)
-    return op.call(x, *tensors, bias, piece.n, piece.group_size, piece.backend)
-
-
-def _register(layer: Layer, weight: Prepared | Tensor, index: int) -> Piece:
-    """Give a layer the parameters of one multiplication; the first one's have plain names, for which LoRA looks."""
-    tail = f"_{index}" if index else ""
-    if isinstance(weight, Tensor):
-        layer.register_parameter(f"weight{tail}", Parameter(weight, requires_grad=False))
-        return Piece((f"weight{tail}",), weight.shape[0])
-    names: list[str | None] = []
-    for name in TENSORS:
-        tensor = getattr(weight, name)
-        names.append(None if tensor is None else name + tail)
-        if tensor is not None:
-            layer.register_parameter(name + tail, Parameter(tensor, requires_grad=False))
-    return Piece(tuple(names), weight.N, weight.group_size, weight.backend)
+        return pieces.multiply(layer, x, layer.w4_pieces, bias)
 
 
 def backends(model: Layer) -> dict[str, int]:
