@@ -2,9 +2,8 @@
 
     tools/bench_experts_sweep.py --layers qwen3-30b-a3b --tokens 1,4,16,64
 
-Every layout that differs from the chosen one in its rows of x, in one product's tile, in how rows are found or in its
-registers is compiled in parallel processes and timed as tools/bench_experts times. Printed, fastest first, and written
-as JSON.
+For every number of rows of x, layouts that differ from the rule's in one product's tile or in how rows are found are
+compiled in parallel processes and timed as tools/bench_experts times. Printed, fastest first, and written as JSON.
 """
 
 from __future__ import annotations
@@ -52,40 +51,38 @@ def shapes(bm: int) -> list[Tile]:
     """Tiles worth a try for so many rows of x."""
     if bm <= 16:
         shared = [
-            Tile(bm, bn, u, 1, w, 3, True, k_warps=w, pdl=True) for w in (4, 8) for u in (1, 2) for bn in (16, 32)
+            Tile(bm, bn, u, 1, w, 3, True, k_warps=w, pdl=True)
+            for w, u, bn in ((4, 1, 32), (4, 2, 32), (8, 1, 32), (8, 2, 32), (4, 2, 16))
         ]
-        return [*shared, Tile(bm, 64, 2, 1, 4, 3, True, pdl=True)]
+        apart = ((32, 2, 2, 4), (64, 4, 1, 4), (64, 4, 2, 3), (64, 4, 2, 4), (128, 4, 1, 4), (128, 8, 2, 3))
+        return shared + [Tile(bm, bn, u, 1, w, s, True, pdl=True) for bn, w, u, s in apart]
     if bm <= 64:
-        return [
-            Tile(bm, bn, u, 1, w, s, True, pdl=True)
-            for bn, w in ((64, 4), (128, 4), (128, 8))
-            for u, s in ((1, 4), (2, 3))
-        ]
+        apart = ((64, 4, 1, 4), (64, 4, 2, 3), (64, 4, 2, 4), (128, 4, 1, 4), (128, 4, 2, 3), (128, 8, 2, 3))
+        return [Tile(bm, bn, u, 1, w, s, True, pdl=True) for bn, w, u, s in apart]
     return [Tile(bm, 128, u, 1, 8, s, on, pdl=True) for u, s in ((1, 4), (2, 3)) for on in (True, False)]
 
 
 def neighbours(s: portable.Sizes) -> Iterator[Layout]:
-    """The chosen layout, then those one change away."""
+    """The chosen layout; the rule's tiles for other numbers of rows and ways to find them; and for each number of rows
+    every tile in the place of one of the two products'."""
     chosen = tile_choice.choose(s.load, s.first, s.second)
     yield chosen
 
     def fitted(tile: Tile, p: Problem) -> Tile:
         return replace(tiles.fit(tile, replace(p, m=tile.bm)), split=1)
 
-    bm = chosen.first.bm
-    for other in (8, 16, 32, 64, 128):
-        if other != bm and bm // 4 <= other <= bm * 4:
-            registers = 128 if other == 16 else None
-            one, two = (tile_choice._tile(s.load, other, p) for p in (s.first, s.second))
-            yield Layout(one, two, chosen.pairs, registers)
-    for tile in shapes(bm):
-        yield replace(chosen, first=fitted(tile, s.first))
-        yield replace(chosen, second=fitted(tile, s.second))
-    for registers in (None, 80, 96, 128, 168):
-        yield replace(chosen, registers=registers)
-    if s.load.pairs <= 256:
-        for pairs in {0, 1, max(16, tile_choice.power_of_two(s.load.pairs))}:
-            yield replace(chosen, pairs=pairs)
+    inline = (1, max(16, tile_choice.power_of_two(s.load.pairs))) if s.load.pairs <= 128 else ()
+    for bm in (8, 16, 32, 64, 128):
+        if not s.load.rows / 2 <= bm <= max(16, 8 * s.load.rows):
+            continue
+        one, two = (tile_choice._tile(s.load, bm, p) for p in (s.first, s.second))
+        anchor = Layout(one, two, chosen.pairs)
+        yield anchor
+        for pairs in (0, *inline):
+            yield replace(anchor, pairs=pairs)
+        for tile in shapes(bm):
+            yield replace(anchor, first=fitted(tile, s.first))
+            yield replace(anchor, second=fitted(tile, s.second))
 
 
 @functools.cache
@@ -159,7 +156,7 @@ def brief(layout: Layout) -> str:
             f"{t.bm}x{t.bn} u{t.unroll} w{t.warps}{'k' if t.k_warps > 1 else ''} s{t.stages}{'' if t.on_sum else ' w'}"
         )
 
-    return f"{one(layout.first)} | {one(layout.second)} | pairs {layout.pairs} | registers {layout.registers}"
+    return f"{one(layout.first)} | {one(layout.second)} | pairs {layout.pairs}"
 
 
 def main() -> None:

@@ -33,7 +33,6 @@ class Variant:
     tile: Tile
     first: bool
     pairs: int
-    registers: int | None = None
     k: int = 4096
     dtype: str = "fp16"
     scales: str = "fp16"
@@ -45,18 +44,18 @@ class Variant:
 
 def variants(arch: str, sms: int) -> list[Variant]:
     """Each tile, in turn in float16 and bfloat16, with and without zeros; each kind of group and activation once."""
-    found: dict[tuple[Tile, bool, int, int | None], int] = {}
+    found: dict[tuple[Tile, bool, int], int] = {}
     for (held, topk, hidden, inner), tokens in itertools.product(LAYERS, TOKENS):
         one = Problem(1, 2 * inner, hidden, 128, True, arch, sms)
         two = Problem(1, hidden, inner, 128, True, arch, sms)
         layout = tile_choice.choose(Load(tokens * topk, held), one, two)
         pairs = min(layout.pairs, 16)  # one of those that compare
-        found.setdefault((layout.first, True, pairs, layout.registers), hidden)
-        found.setdefault((layout.second, False, pairs, layout.registers), inner)
+        found.setdefault((layout.first, True, pairs), hidden)
+        found.setdefault((layout.second, False, pairs), inner)
     out = []
-    for i, ((tile, first, pairs, registers), k) in enumerate(found.items()):
+    for i, ((tile, first, pairs), k) in enumerate(found.items()):
         dtype = "fp16" if i % 4 in (0, 3) else "bf16"
-        out.append(Variant(tile, first, pairs, registers, k, dtype, dtype, asym=i % 4 in (0, 1)))
+        out.append(Variant(tile, first, pairs, k, dtype, dtype, asym=i % 4 in (0, 1)))
     small, large = out[0], max(out, key=lambda v: v.tile.bm if v.first else 0)
     for group in (0, 16, 32, 64):
         for v in (small, large):
@@ -77,7 +76,7 @@ def compile_variant(v: Variant, arch: str, sms: int, build: Build) -> Any:
         nothing, nothing, None, None, nothing, nothing, None, None, None, 4096, v.group, v.group, v.gated,
         v.activation, False,
     )  # fmt: skip
-    layout = Layout(v.tile, v.tile, v.pairs, v.registers)
+    layout = Layout(v.tile, v.tile, v.pairs)
     constants = experts.constants(p, v.tile, layout, call, asym=v.asym, share=8 if v.first else 1, first=v.first)
     pointers = {
         "x_ptr": v.dtype,
@@ -91,7 +90,7 @@ def compile_variant(v: Variant, arch: str, sms: int, build: Build) -> Any:
         "weights_ptr": "fp32",
         "out_ptr": v.dtype if v.first else "fp32",
     }
-    return build(kernels.product_kernel, pointers, constants, arch, experts.options(layout, v.tile, arch))
+    return build(kernels.product_kernel, pointers, constants, arch, portable.options(v.tile))
 
 
 def compile_others(arch: str, build: Build) -> Iterator[tuple[str, Any]]:

@@ -19,8 +19,6 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 def _interpret(monkeypatch: pytest.MonkeyPatch) -> None:
     if DEVICE == "cpu":
         monkeypatch.setenv("TRITON_INTERPRET", "1")
-    else:
-        monkeypatch.setenv("W4PLUGIN_UNPROVEN", "1")  # here is where kernels prove themselves
 
 
 @pytest.fixture

@@ -261,12 +261,3 @@ def test_nbytes_counts_what_is_held(device: torch.device) -> None:
     s = expert_sample(LAYER, device)
     p = kernels.prepare_experts(s.gate_up, s.down, dtype=F16, backend="plain")
     assert p.nbytes() == 4 * (64 * 64 // 2 + 2 * 64 * 3 + 32 * 64 // 2 + 1 * 64 * 3)
-
-
-@pytest.mark.cpu_only
-def test_a_gpu_waits_for_kernels_that_have_passed_there(monkeypatch: pytest.MonkeyPatch) -> None:
-    gpu = kernels.Target(torch.device("cuda"), torch.float16, "sm_90")
-    monkeypatch.delenv("W4PLUGIN_UNPROVEN", raising=False)
-    assert "W4PLUGIN_UNPROVEN=1" in (kernels.experts_reasons(gpu)["portable"] or "")
-    monkeypatch.setenv("W4PLUGIN_UNPROVEN", "1")
-    assert kernels.experts_reasons(gpu)["portable"] is None

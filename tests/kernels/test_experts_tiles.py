@@ -25,6 +25,7 @@ TILES = [
     Tile(16, 32, 1, 1, 4, 3, True, k_warps=4),
     Tile(8, 32, 1, 1, 4, 3, False, k_warps=4),
     Tile(16, 64, 2, 1, 4, 3, True, ahead=False),
+    Tile(8, 64, 2, 1, 4, 3, True),
     Tile(64, 64, 2, 1, 4, 3, True),
     Tile(32, 128, 1, 1, 8, 3, False),
 ]
@@ -54,7 +55,7 @@ def test_each_kind_of_tile(tile: Tile, pairs: int, device: torch.device) -> None
     call = call_of(p)
     sizes = portable.sizes(x, 1, call)
     one, two = (replace(tiles.fit(tile, q), split=1) for q in (sizes.first, sizes.second))
-    got = portable.run(sizes, Layout(one, two, pairs, 128 if tile.k_warps == 8 else None), x, weights, ids, call)
+    got = portable.run(sizes, Layout(one, two, pairs), x, weights, ids, call)
     check_experts(got, expected(s, x, weights, ids), f"{tile} {layer} {dtype}")
 
 
@@ -105,15 +106,19 @@ def _splits(pairs: int, held: int) -> list[list[int]]:
 
 
 def test_choice() -> None:
-    """Few rows an expert take small tiles that share K among warps without empty steps; many take large ones."""
+    """Few rows an expert take small tiles, whose warps share K without empty steps where programs are few; many take
+    large ones."""
     mixtral = [Problem(1, n, k, 128, True, "sm_90", 132) for n, k in ((28672, 4096), (4096, 14336))]
     sizes = [tile_choice.choose(Load(2 * t, 8), *mixtral) for t in (1, 4, 16, 64, 256, 1024, 4096)]
-    assert [layout.first.bm for layout in sizes] == [8, 8, 16, 32, 64, 128, 128]
+    assert [layout.first.bm for layout in sizes] == [8, 8, 8, 32, 64, 128, 128]
     assert [layout.pairs for layout in sizes] == [1, 16, 32, 0, 0, 0, 0]
-    assert (sizes[0].first.k_warps, sizes[0].second.k_warps) == (4, 8), "1792 programs and 256"
+    assert [(layout.first.k_warps, layout.second.k_warps) for layout in sizes[:3]] == [(1, 8), (1, 4), (1, 4)]
+    assert [layout.second.bn for layout in sizes[3:]] == [128, 64, 128, 128], "64 rows: 128 columns make too few"
     qwen = [Problem(1, n, k, 128, True, "sm_90", 132) for n, k in ((1536, 2048), (2048, 768))]
     first = tile_choice.choose(Load(8, 128), *qwen)
     assert (first.first.k_warps, first.first.unroll, first.second.k_warps, first.second.unroll) == (8, 2, 4, 1)
+    many = tile_choice.choose(Load(8 * 64, 128), *qwen)
+    assert (many.first.bm, many.first.bn, many.first.k_warps, many.second.k_warps) == (8, 64, 1, 1)
     for t, arch in itertools.product((1, 16, 300, 5000), ("sm_80", "sm_89", "sm_90", "sm_100", "gfx942", "cpu")):
         layout = tile_choice.choose(Load(8 * t, 128), *(replace(p, arch=arch) for p in qwen))
         assert layout.first.bm == layout.second.bm

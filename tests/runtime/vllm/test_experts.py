@@ -22,7 +22,7 @@ from w4plugin.runtime.vllm.experts import (
     DequantizedExpertsMethod,
     W4ExpertsMethod,
     check_layer,
-    refuse_unproven,
+    refuse_without_kernels,
 )
 from w4plugin.runtime.vllm.inventory import Inventory
 
@@ -430,8 +430,9 @@ def test_every_format_that_holds_experts_is_among_the_recipes() -> None:
     assert set(FORMATS) - tried <= {"awq-gemv", "awq-marlin", "gptq-marlin"}  # need other sizes; decoded the same way
 
 
-def test_a_gpu_waits_for_kernels_that_have_passed_there(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv("W4PLUGIN_UNPROVEN", raising=False)
-    with pytest.raises(UnsupportedError, match="experts packed in 4 bits"):
-        refuse_unproven("layers.0.mlp.experts", Target(torch.device("cuda"), torch.float16, "sm_90"))
-    refuse_unproven("layers.0.mlp.experts", Target(torch.device("cpu"), torch.float16, "cpu"))
+def test_a_gpu_without_kernels_for_experts_is_refused() -> None:
+    with pytest.raises(UnsupportedError, match=r"experts packed in 4 bits.*sm_75"):
+        refuse_without_kernels("layers.0.mlp.experts", Target(torch.device("cuda"), torch.float16, "sm_75"))
+    for arch in ("sm_80", "sm_90"):
+        refuse_without_kernels("layers.0.mlp.experts", Target(torch.device("cuda"), torch.float16, arch))
+    refuse_without_kernels("layers.0.mlp.experts", Target(torch.device("cpu"), torch.float16, "cpu"))

@@ -7,7 +7,6 @@ second product nothing; the first gathers x once per routed row.
 
 from __future__ import annotations
 
-import os
 from dataclasses import dataclass
 from typing import Any
 
@@ -32,18 +31,8 @@ PIECE = 2**26
 # ---------------------------------------------------------------------------------------------------- choice
 
 
-UNPROVEN = "W4PLUGIN_UNPROVEN"
-"""Environment: "1" runs kernels on a GPU before they have passed there, as their tests do.
-
-They pass in Triton's interpreter. The one run on an H200 so far stopped at a kernel that did not compile (mended since)
-and found a layer of irregular act-order whose output held NaN, which no run in the interpreter shows.
-"""
-
-
 def why_not(target: Target, weights: tuple[W4Tensor, W4Tensor] | None) -> str | None:
     against = portable.why_not(target, None)
-    if against is None and target.arch != "cpu" and os.environ.get(UNPROVEN) != "1":
-        against = f"its kernels for experts have yet to pass all of their tests on a GPU; {UNPROVEN}=1 runs them anyway"
     if against is not None or weights is None:
         return against
     for w in weights:
@@ -260,7 +249,7 @@ def run(s: Sizes, layout: Layout, x: Tensor, topk_weights: Tensor, topk_ids: Ten
             kernels.product_kernel[(m, blocks(p.n, tile.bn))](
                 source, words, scales, zeros, ids, where, slots, experts, weights, target, *routed,
                 p.n, p.k, scales.shape[1], source.stride(0) // 8, words.shape[1], words.shape[2],
-                *chosen.values(), **options(layout, tile, p.arch),
+                *chosen.values(), **portable.options(tile),
             )  # fmt: skip
         kernels.sum_kernel[(s.tokens, blocks(s.hidden, 1024))](
             y, ids, where, out, *routed, s.hidden, s.topk, 1024, where is not None, pdl,
@@ -302,12 +291,6 @@ def sort_warps(width: int) -> int:
 def placed(width: int) -> int:
     """Blocks whose experts one program of the sort writes, comparing each with so many."""
     return max(8, min(64, 8192 // width))
-
-
-def options(layout: Layout, tile: Tile, arch: str) -> dict[str, Any]:
-    """How a product is compiled and launched."""
-    most = {"maxnreg": layout.registers} if layout.registers and arch.startswith("sm_") else {}
-    return portable.options(tile) | most
 
 
 def constants(

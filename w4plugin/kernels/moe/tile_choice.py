@@ -16,9 +16,6 @@ INLINE = 64
 ALONE = 1.15
 """Up to so many pairs to an expert, on average over the experts that have any, every pair is a program's only row."""
 
-BUCKETS = (8, 16, 32, 64)
-"""Rows of one expert that a program takes, below the largest; the largest follows the architecture."""
-
 
 @dataclass(frozen=True)
 class Load:
@@ -51,13 +48,11 @@ class Layout:
     Attributes:
         first, second: tiles as the portable kernel has them; ``split`` is always 1.
         pairs: how programs find their rows, as ``product_kernel`` has it: 0 sorted, 1 alone, else by comparing so many.
-        registers: most registers of a thread (NVIDIA), None for the compiler's choice.
     """
 
     first: Tile
     second: Tile
     pairs: int
-    registers: int | None = None
 
 
 def choose(load: Load, first: Problem, second: Problem) -> Layout:
@@ -67,8 +62,7 @@ def choose(load: Load, first: Problem, second: Problem) -> Layout:
     when the number of tokens changes, which changes the last bit of a sum.
     """
     bm = _rows(load, first.arch)
-    registers = 128 if bm == 16 and tiles.asynchronous(first.arch) else None  # 16 warps fit a multiprocessor
-    return Layout(_tile(load, bm, first), _tile(load, bm, second), _pairs(load), registers)
+    return Layout(_tile(load, bm, first), _tile(load, bm, second), _pairs(load))
 
 
 def _pairs(load: Load) -> int:
@@ -79,28 +73,34 @@ def _pairs(load: Load) -> int:
 
 def _rows(load: Load, arch: str) -> int:
     """BM: uneven routing gives some experts twice their share, and half-empty tiles cost little while memory is the
-    limit; from 64 rows on the tensor cores are, and tiles should be full."""
-    least = 8 if arch.startswith("sm_") else 16
-    for bm, most in ((8, 3), (16, 10), (32, 24), (64, 96)):
-        if load.rows <= most:
-            return max(bm, least)
-    return 128
+    limit; from 64 rows on the tensor cores are, and tiles should be full. On an H200 16 rows were never the best."""
+    if load.rows <= 7:
+        return 8 if arch.startswith("sm_") else 16
+    return next((bm for bm, most in ((32, 40), (64, 96)) if load.rows <= most), 128)
 
 
 def _tile(load: Load, bm: int, p: Problem) -> Tile:
     p = replace(p, m=bm)
     cuda = p.arch.startswith("sm_")
     blocks = -(-p.k // 64)
+
+    def programs(columns: int) -> float:
+        """Programs to a multiprocessor, when each takes so many columns."""
+        return load.pairs / load.rows * -(-p.n // columns) / p.sms
+
     if bm <= 16 and cuda:
-        programs = load.pairs / load.rows * -(-p.n // 32)
-        warps, unroll = _parts(blocks, programs >= 4 * p.sms)
-        tile = Tile(bm, 32, unroll, 1, warps, 3, True, k_warps=warps, pdl=True)
+        tile = Tile(bm, 64, 2, 1, 4, 3, True, pdl=True)
+        if programs(64) < 6:  # too few to fill it: fewer columns, and warps share K
+            warps, unroll = _parts(blocks, programs(32) >= 4)
+            tile = Tile(bm, 32, unroll, 1, warps, 3, True, k_warps=warps, pdl=True)
     elif bm <= 16:
         tile = Tile(16, 64, 2, 1, 4, 3, True)
     elif bm == 32:
-        tile = Tile(32, 64, 2, 1, 4, 3, True, pdl=True)
+        tile = Tile(32, 128, 2, 1, 4, 3, True, pdl=True)
     elif tiles.asynchronous(p.arch):
-        tile = Tile(64, 64, 2, 1, 4, 3, True, pdl=True) if bm == 64 else Tile(128, 128, 2, 1, 8, 3, True, pdl=True)
+        tile = Tile(bm, 128, 2, 1, 8, 3, True, pdl=True)
+        if bm == 64:
+            tile = Tile(64, 128 if programs(128) >= 6 else 64, 2, 1, 4, 3, True, pdl=True)
     else:
         tile = Tile(64, 128, 1, 1, 4, 4, False) if bm == 64 else Tile(128, 128, 1, 1, 8, 4, False)
     return replace(tiles.fit(tile, p), split=1)

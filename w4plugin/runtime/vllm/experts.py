@@ -121,7 +121,7 @@ def _stem(shards: tuple[str, ...]) -> str:
     return "w2" if shards == ("w2",) else "w13"
 
 
-def refuse_unproven(layer: str, where: Target) -> None:
+def refuse_without_kernels(layer: str, where: Target) -> None:
     """On a GPU only the fused kernels will do: the plain way asks the device which experts tokens reached.
 
     Raises:
@@ -154,7 +154,7 @@ class W4ExpertsMethod(FusedMoEMethodBase):
         params_dtype: torch.dtype,
         **extra: Any,
     ) -> None:
-        refuse_unproven(self.mixture.layer, target(torch.get_default_device(), params_dtype))
+        refuse_without_kernels(self.mixture.layer, target(torch.get_default_device(), params_dtype))
         self.activation = versions.activation_of_experts(layer, self.mixture.layer)
         vllm_config = get_current_vllm_config()
         self.dummy = vllm_config.load_config.load_format == "dummy"
