@@ -146,9 +146,12 @@ def humming(layer: Layer, gate_up: W4Tensor, down: W4Tensor, dtype: torch.dtype,
         made.transform()
         names = ("weight", "weight_scale", "zero_point", "weight_scale_2")
         held = {name: t.data for name in names if (t := getattr(made, name, None)) is not None}
-        # only the kernels of the intervals of M that are measured
-        tuned = [c for c in get_heuristics_config(layer_config=made.humming_config, gemm_type="indexed")
-                 if any(c[0] < m <= c[1] for m in sizes)]  # fmt: skip
+        # only the kernels of the intervals of M that are measured; its launcher wants no gaps between them
+        tuned, below = [], 0
+        for low, high, config in get_heuristics_config(layer_config=made.humming_config, gemm_type="indexed"):
+            if any(low < m <= high for m in sizes):
+                tuned.append([below, high, config])
+                below = high
         return made, held, tuned
 
     (first, one, tuned1), (second, two, tuned2) = sublayer(gate_up), sublayer(down)
@@ -156,26 +159,30 @@ def humming(layer: Layer, gate_up: W4Tensor, down: W4Tensor, dtype: torch.dtype,
 
     def run(x: Tensor, weights: Tensor, ids: Tensor) -> Tensor:
         pairs = ids.numel()
-        block = next(c[2]["block_shape"][0] for c in tuned1 if c[0] < pairs <= c[1])
-        slots, experts, padded = moe_align_block_size(
-            topk_ids=ids, block_size=block, num_experts=layer.experts, expert_map=None, ignore_invalid_experts=True
-        )
-        common = {
-            "sorted_ids": slots, "expert_ids": experts, "num_tokens_padded": padded, "compute_config": compute,
-            "valid_shape_m": pairs,
-        }  # fmt: skip
+        blocks = [next(c[2]["block_shape"][0] for c in t if c[0] < pairs <= c[1]) for t in (tuned1, tuned2)]
+        common = {}
+        for block in blocks:  # vLLM sorts once, for the first product's; not all tunings agree
+            if block not in common:
+                slots, owners, padded = moe_align_block_size(
+                    topk_ids=ids, block_size=block, num_experts=layer.experts, expert_map=None,
+                    ignore_invalid_experts=True,
+                )  # fmt: skip
+                common[block] = {
+                    "sorted_ids": slots, "expert_ids": owners, "num_tokens_padded": padded, "compute_config": compute,
+                    "valid_shape_m": pairs,
+                }  # fmt: skip
         h = x.new_empty((pairs, 2 * layer.inner))
         inner = x.new_empty((pairs, layer.inner))
         y = x.new_empty((pairs, layer.hidden))
         out = torch.empty_like(x)
         humming_forward(
             first.humming_config, inputs=x, outputs=h, locks=first.locks, top_k=layer.topk, tuning_config=strings[0],
-            **common, **one,
+            **common[blocks[0]], **one,
         )  # fmt: skip
         apply_moe_activation(MoEActivation.SILU, inner, h)
         humming_forward(
             second.humming_config, inputs=inner, outputs=y, locks=second.locks, top_k=1, tuning_config=strings[1],
-            **common, **two,
+            **common[blocks[1]], **two,
         )  # fmt: skip
         moe_fused_mul_sum(
             inputs=y.view(*ids.shape, -1), topk_weights=weights, topk_ids=ids, expert_map=None, outputs=out
