@@ -21,6 +21,7 @@ from w4plugin.kernels import Prepared, prepare
 from w4plugin.note import Note
 from w4plugin.packing import NIBBLES
 from w4plugin.quant_config import QuantConfig
+from w4plugin.runtime.transfer import to_device
 from w4plugin.runtime.vllm import placement, versions
 from w4plugin.runtime.vllm.inventory import Inventory, Part
 from w4plugin.runtime.vllm.placement import ShardId
@@ -82,8 +83,8 @@ class Loading:
         tensors = self.waiting.setdefault(part.name, {})
         # A copy, since some loaders use the buffer that they hand over again. Most g_idx say nothing (0, 0, .., 1, ..);
         # to see that takes a dozen answers, each of which a device would be asked for and waited for.
-        device = "cpu" if suffix.endswith("g_idx") else self.device
-        tensors[suffix] = tensor.detach().to(device, copy=True)
+        device = torch.device("cpu") if suffix.endswith("g_idx") else self.device
+        tensors[suffix] = to_device(tensor, device)
         if len(tensors) == len(part.dtypes):
             del self.waiting[part.name]
             self.shares[part.name] = self._share(part, tensors, shard_id)

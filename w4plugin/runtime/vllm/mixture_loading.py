@@ -16,6 +16,7 @@ from torch import Tensor
 from w4plugin.errors import CorruptError, UnsupportedError, W4Error
 from w4plugin.kernels import PreparedExperts, prepare_experts
 from w4plugin.packing import NIBBLES
+from w4plugin.runtime.transfer import to_device
 from w4plugin.runtime.vllm.inventory import Inventory
 from w4plugin.runtime.vllm.loading import OTHER_MODEL, decode
 from w4plugin.runtime.vllm.mixture import PLAIN_COPY, Mixture
@@ -68,7 +69,7 @@ class Arrivals:
             tensor = tensor[torch.tensor(mine, device=tensor.device)]
         tensors = self.waiting.setdefault(name, {})
         # a copy, since some loaders use the buffer that they hand over again
-        tensors[suffix] = tensor.detach().to(self.device, copy=True)
+        tensors[suffix] = to_device(tensor, self.device)
         if len(tensors) == len(part.dtypes):
             del self.waiting[name]
             if part.experts is not None and len(mine) < part.experts:
