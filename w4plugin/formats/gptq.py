@@ -143,10 +143,12 @@ def read(module: Module, tensors: Mapping[str, Tensor], config: QuantConfig, sha
 
 
 def _codes(words: Tensor) -> Tensor:
-    """uint8 ``[*E, G, 8C]`` of zero-point words. Those of symmetric modules are one word, so nothing is unpacked."""
+    """uint8 ``[*E, G, 8C]`` of zero-point words. Those of symmetric modules are one word: nothing is unpacked, and one
+    code stands for all, with strides of 0."""
     word = int(words.flatten()[0])
     if word & 0xFFFFFFFF == (word & 15) * 0x11111111 and bool((words == word).all()):
-        return words.new_full((*words.shape[:-1], NIBBLES * words.shape[-1]), word & 15, dtype=torch.uint8)
+        one = words.new_full((), word & 15, dtype=torch.uint8)
+        return one.expand(*words.shape[:-1], NIBBLES * words.shape[-1])
     return unpack(words, -1)
 
 

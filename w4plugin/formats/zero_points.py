@@ -189,5 +189,7 @@ def _plain(zeros: Tensor, rule: str, notes: tuple[Note, ...], claim: Claim) -> Z
 
 def _constant(values: Tensor) -> int | None:
     """The one value of a tensor, None when there are several."""
-    first = values.flatten()[0]
+    first = values[(0,) * values.ndim]
+    if not any(values.stride()):  # one code that stands for all
+        return int(first)
     return int(first) if bool((values == first).all()) else None

@@ -119,3 +119,14 @@ def test_cut_takes_columns_and_makes_padding_zero() -> None:
         wanted = torch.stack([plain[:, c] if c >= 0 else torch.zeros(64) for c in source], 1)
         assert torch.equal(found, wanted)
         assert torch.equal(placement.cut(plain.t(), torch.tensor(source)), wanted.t())
+
+
+def test_asking_wakes_no_threads() -> None:
+    """An index_put of torch on the CPU is shared among all cores: 5 ms a weight on a busy host, a second of loading."""
+    with rank_of(0, 1):
+        layer = ColumnParallelLinear(K, 14336, bias=False)
+        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as seen:
+            found = placed(layer, 14336)
+            weight = torch.zeros(14336, K)
+            assert torch.equal(placement.cut(weight, found.source), weight)
+    assert not {event.key for event in seen.key_averages()} & {"aten::index_put_", "aten::_index_put_impl_"}

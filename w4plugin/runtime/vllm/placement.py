@@ -15,6 +15,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -90,12 +91,14 @@ def cut(weight: W4Tensor | Tensor, source: Tensor) -> W4Tensor | Tensor:
     """The columns ``source`` of a weight (rows of a plain ``[N, K]`` one); a column of padding (-1) is zero."""
     n, first = source.numel(), int(source[0])
     run = first >= 0 and torch.equal(source, torch.arange(first, first + n, device="cpu"))
+    if run and isinstance(weight, Tensor):
+        return weight[first : first + n].clone()
+    if run:
+        return weight if n == weight.N else weight.shard_n(first, first + n)
     padding = (source < 0).to(weight.device)
     index = source.clamp(min=0).to(weight.device)
     if isinstance(weight, Tensor):
-        return weight[first : first + n].clone() if run else weight[index].masked_fill_(padding.unsqueeze(-1), 0)
-    if run:
-        return weight if n == weight.N else weight.shard_n(first, first + n)
+        return weight[index].masked_fill_(padding.unsqueeze(-1), 0)
     scales = weight.scales.index_select(-1, index).masked_fill_(padding, 0)
     zeros = None if weight.zeros is None else weight.zeros.index_select(-1, index)
     return replace(weight, qweight=weight.qweight.index_select(-1, index), scales=scales, zeros=zeros)
@@ -117,19 +120,19 @@ def _filled(probe: Any, layer: Any, loader: Callable[..., None], indices: Tensor
 
 def _on_all_ranks(layer: Any, ask: Callable[[], Tensor], count: int, got: str, fits: str, where: str) -> Tensor:
     """What ``ask`` answers on this rank, once the answers of all ranks together are known to use all indices."""
-    seen = torch.zeros(count + 1, dtype=torch.bool, device="cpu")
+    seen = np.zeros(count + 1, dtype=bool)  # torch would wake all its threads for it, which takes milliseconds
     mine = None
     try:
         for rank in range(layer.tp_size):
             with _as_rank(layer, rank):
                 answer = ask()
-            seen[answer] = True
+            seen[answer.numpy()] = True
             if rank == _rank(layer):
                 mine = answer
     except (AssertionError, RuntimeError, ValueError, IndexError) as error:
         raise CorruptError(where, got=got, wanted=fits, todo="the checkpoint does not fit config.json") from error
     assert mine is not None
-    if not bool(seen[1:].all()):
+    if not seen[1:].all():
         unused = int((~seen[1:]).sum())
         raise CorruptError(
             where, got=f"{got}, of which {unused} would be dropped", wanted=fits, todo="config.json is of another model"
