@@ -99,7 +99,8 @@ def compile_others(arch: str, build: Build) -> Iterator[tuple[str, Any]]:
     for ids, mapped in (("i32", False), ("i64", True)):
         common: dict[str, str | None] = {"ids_ptr": ids, "map_ptr": "i32" if mapped else None}
         for held in (8, 128, 512):
-            sizes = {"CHUNK": tile_choice.CHUNK, "E": max(16, tile_choice.power_of_two(held + 1)), "MAPPED": mapped}
+            chunk = tile_choice.CHUNKS[not mapped]
+            sizes = {"CHUNK": chunk, "E": max(16, tile_choice.power_of_two(held + 1)), "MAPPED": mapped}
             yield (
                 f"count {held} {ids}",
                 build(kernels.count_kernel, {**common, "counts_ptr": "i32"}, sizes, arch, {"num_warps": 4}),

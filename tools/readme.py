@@ -182,13 +182,39 @@ def vllm() -> str:
         + table(("", "w4plugin", "vLLM's own", "ours is faster by"), rows)
     )
     if equal is not None:
-        names = [r["checkpoint"] for r in equal["checkpoints"] if r["equal"]]
+        one = [r["equal"] for r in equal["checkpoints"] if r["tp"] == 1]
+        more = [r["equal"] for r in equal["checkpoints"] if r["tp"] > 1]
         text += (
-            f"\n{len(names)} of {len(equal['checkpoints'])} checkpoints of five tools generate the greedy tokens of "
-            "their dequantised copies there ([list](benchmarks/vllm-equality-NVIDIA-H200.json)); CI checks every "
-            "format on vLLM's CPU engine.\n"
+            f"\n{sum(one)} of {len(one)} checkpoints of five tools, mixtures of experts among them, generate the "
+            f"greedy tokens of their dequantised copies there, and {sum(more)} of {len(more)} on two GPUs "
+            "([list](benchmarks/vllm-equality-NVIDIA-H200.json)); CI checks every format on vLLM's CPU engine.\n"
         )
     return text
+
+
+def experts() -> str:
+    """Layers of experts: ours against vLLM's kernels."""
+    name = "experts-NVIDIA-H200-fp16"
+    found = results(name)
+    if found is None:
+        return ""
+    layers, tokens = [d["name"] for d in found["layers"]], sorted({r["tokens"] for r in found["rows"]})
+    right = {(r["layer"], r["tokens"], r["kernel"]): r["us"] for r in found["rows"] if r["relative_error"] < 2e-2}
+    peers = {"marlin": "Marlin", "humming": "Humming", "vllm-triton": "its Triton kernel"}
+    rows = []
+    for layer in layers:
+        for peer, title in peers.items():
+            cells = [
+                f"{right[layer, t, peer] / right[layer, t, 'w4plugin']:.2f}" if (layer, t, peer) in right else "-"
+                for t in tokens
+            ]
+            rows.append((layer if peer == "marlin" else "", title, *cells))
+    head = ("layer", "vLLM's kernel", *(f"{t} tokens" for t in tokens))
+    return (
+        f"Time of vLLM's kernels for a layer of experts over w4plugin's (above 1: w4plugin is faster); "
+        f"{found['device']}, float16, symmetric, groups of 128, {found['date']}, "
+        f"[one run](../benchmarks/{name}.json); - : not run, or wrong results:\n\n{table(head, rows)}"
+    )
 
 
 def hosts() -> str:
@@ -340,6 +366,7 @@ SECTIONS: dict[str, Callable[[], str]] = {
     "repack": repack,
     "speed": speed,
     "vllm": vllm,
+    "experts": experts,
     "hosts": hosts,
     "gpus": gpus,
     "newcomer": newcomer,

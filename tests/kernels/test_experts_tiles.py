@@ -61,7 +61,7 @@ def test_each_kind_of_tile(tile: Tile, pairs: int, device: torch.device) -> None
 
 @pytest.mark.parametrize("kind", [torch.int32, torch.int64], ids=str)
 @pytest.mark.parametrize(
-    ("tokens", "topk", "held", "bm"), [(3, 2, 4, 8), (50, 2, 3, 16), (300, 2, 20, 8), (70, 8, 9, 64)]
+    ("tokens", "topk", "held", "bm"), [(3, 2, 4, 8), (50, 2, 3, 16), (300, 2, 20, 8), (70, 8, 9, 64), (1100, 2, 20, 16)]
 )
 def test_sort(tokens: int, topk: int, held: int, bm: int, kind: torch.dtype, device: torch.device) -> None:
     """Slots hold each expert's pairs in order, experts in order, padded to blocks, and the rest is said to be empty."""

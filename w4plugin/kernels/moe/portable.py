@@ -20,7 +20,7 @@ from w4plugin.kernels.fragments import COLUMNS, ROWS, blocks, from_fragments, to
 from w4plugin.kernels.moe import rows, tile_choice
 from w4plugin.kernels.moe.backend import Call, ExpertsBackend, Kept, PreparedExperts
 from w4plugin.kernels.moe.rows import Rows
-from w4plugin.kernels.moe.tile_choice import CHUNK, Layout, Load, power_of_two
+from w4plugin.kernels.moe.tile_choice import Layout, Load, power_of_two
 from w4plugin.kernels.tiles import Problem, Tile
 from w4plugin.tensor import W4Tensor
 
@@ -265,7 +265,8 @@ def _sort(
     from w4plugin.kernels.moe import kernels
 
     bm, pairs = layout.first.bm, s.load.pairs
-    most, chunks = s.load.blocks(bm), blocks(pairs, CHUNK)
+    chunk = tile_choice.chunk(pairs)
+    most, chunks = s.load.blocks(bm), blocks(pairs, chunk)
     width = max(16, power_of_two(s.held + 1))
     slots = torch.empty(most * bm, dtype=torch.int32, device=ids.device)
     experts = torch.empty(most, dtype=torch.int32, device=ids.device)
@@ -273,11 +274,11 @@ def _sort(
     if chunks > 1:
         counts = torch.empty(chunks, width, dtype=torch.int32, device=ids.device)
         kernels.count_kernel[(chunks,)](
-            ids, where, counts, pairs, known, s.held, CHUNK, width, where is not None, num_warps=4
+            ids, where, counts, pairs, known, s.held, chunk, width, where is not None, num_warps=4
         )
     grid = (chunks + blocks(most, placed(width)),)
     kernels.place_kernel[grid](
-        ids, where, counts, slots, experts, pairs, known, s.held, chunks, most, CHUNK, width, bm, placed(width),
+        ids, where, counts, slots, experts, pairs, known, s.held, chunks, most, chunk, width, bm, placed(width),
         counts is not None, where is not None, bool(extra), num_warps=sort_warps(width), **extra,
     )  # fmt: skip
     return slots, experts

@@ -7,8 +7,9 @@ from dataclasses import dataclass, replace
 from w4plugin.kernels import tiles
 from w4plugin.kernels.tiles import Problem, Tile
 
-CHUNK = 256
-"""Pairs that one program of the sort takes."""
+CHUNKS = (128, 256)
+"""Pairs that one program of the sort takes: it compares each with all, so few are fast; it counts over all chunks, so
+many pairs are cut into larger ones."""
 
 INLINE = 64
 """Up to so many pairs programs find their rows themselves; more are sorted first."""
@@ -104,6 +105,11 @@ def _tile(load: Load, bm: int, p: Problem) -> Tile:
     else:
         tile = Tile(64, 128, 1, 1, 4, 4, False) if bm == 64 else Tile(128, 128, 1, 1, 8, 4, False)
     return replace(tiles.fit(tile, p), split=1)
+
+
+def chunk(pairs: int) -> int:
+    """Pairs to a program of the sort."""
+    return CHUNKS[0] if pairs <= 2048 else CHUNKS[1]
 
 
 def power_of_two(n: int) -> int:
