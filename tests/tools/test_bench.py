@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import argparse
+import importlib.machinery
+import importlib.util
 import json
 import sys
 from pathlib import Path
@@ -114,3 +117,39 @@ def test_shapes_and_help(monkeypatch: pytest.MonkeyPatch) -> None:
     ).stdout
     for model in ("llama-3-8b", "llama-3-70b", "qwen2.5-7b", "qwen2.5-32b", "smollm2-135m"):
         assert model in out
+
+
+FAKE = """
+import argparse, json, os, sys, time
+from pathlib import Path
+p = argparse.ArgumentParser()
+for name in ("extra", "peers", "shapes", "m", "dtype", "group", "out", "cold-mb", "rep-ms", "budget", "eager-m"):
+    p.add_argument("--" + name)
+p.add_argument("--asym", action="store_true")
+a = p.parse_args()
+with open(os.environ["SEEN"], "a") as seen:
+    seen.write(json.dumps([a.shapes, a.m, a.rep_ms, os.environ.get("EXTRA_PEERS", "")]) + "\\n")
+if a.rep_ms == "1" and a.m == "2":
+    time.sleep(60)
+Path(a.out, "result.json").write_text(json.dumps({"rows": [{"peer": "quack"}]}))
+"""
+
+
+def test_peers_are_compiled_beforehand(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys) -> None:
+    """Every shape and M is run once for the caches, in parts side by side; one that hangs costs its time alone."""
+    loader = importlib.machinery.SourceFileLoader("tools_bench", str(TOOLS / "bench"))
+    bench = importlib.util.module_from_spec(importlib.util.spec_from_loader("tools_bench", loader))
+    loader.exec_module(bench)
+    (tmp_path / "peerbench.py").write_text(FAKE)
+    monkeypatch.setenv("SEEN", str(tmp_path / "seen"))
+    a = argparse.Namespace(
+        peers=str(tmp_path), kernels="quack", shapes="64x32,128x32", dtype="bf16", group=128, asym=True, cold_mb=150,
+        rep_ms=30, budget=9, extra=str(tmp_path / "quack_peer.py"), warm=3, warm_seconds=6,
+    )  # fmt: skip
+    assert bench.with_peers(a, [1, 2, 4, 8]) == [{"peer": "quack"}]
+    assert "compiled beforehand: 4 of 6 parts" in capsys.readouterr().out
+    *before, last = map(json.loads, (tmp_path / "seen").read_text().splitlines())
+    assert last == ["64x32,128x32", "1,2,4,8", "30", a.extra]
+    assert {shape for shape, *_ in before} == {"64x32", "128x32"}
+    for shape in ("64x32", "128x32"):
+        assert sorted(m for s, part, *_ in before if s == shape for m in part.split(",")) == ["1", "2", "4", "8"]

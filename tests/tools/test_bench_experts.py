@@ -14,6 +14,7 @@ ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT / "tools"))
 
 import bench_experts  # noqa: E402
+import bench_experts_limits  # noqa: E402
 import bench_experts_peers  # noqa: E402
 
 
@@ -51,3 +52,21 @@ def test_bytes_read_grow_to_the_whole_layer() -> None:
     layer = bench_experts_peers.LAYERS["qwen3-30b-a3b"]
     assert bench_experts.bytes_read(layer, 1) == pytest.approx(layer.nbytes() * 8 / 128)
     assert bench_experts.bytes_read(layer, 4096) == pytest.approx(layer.nbytes())
+
+
+def test_rows_of_a_profile() -> None:
+    """ncu's table: units differ from column to column, and the sum is a point's last kernel."""
+    figures, stalls = bench_experts_limits.FIGURES, bench_experts_limits.STALLS
+    stall = bench_experts_limits.STALL.format
+    units = dict.fromkeys(figures.values(), "%") | {figures["us"]: "ns", figures["read_mb"]: "Gbyte"}
+    line = dict.fromkeys(figures.values(), "61.5") | {figures["us"]: "12,345", figures["read_mb"]: "0.25"}
+    line |= {stall(s): str(i) for i, s in enumerate(stalls)}
+    del line[stall("barrier")], line[figures["tensor"]]  # not counted on every GPU
+    names = ("place_kernel", "product_kernel", "product_kernel", "sum_kernel", "product_kernel")
+    table = [line | {"Kernel Name": name} for name in names]
+    rows = bench_experts_limits.rows_of(units, table, [("mixtral-8x7b", 4), ("qwen3-30b-a3b", 16)])
+    assert [r["kernel"] for r in rows] == list(names)
+    assert [r["tokens"] for r in rows] == [4, 4, 4, 4, 16]
+    assert (rows[0]["us"], rows[0]["read_mb"], rows[0]["dram"]) == (12.35, 250.0, 61.5)
+    assert list(rows[0]["waits"]) == list(stalls[:-4:-1])
+    assert "tensor" not in rows[0]
