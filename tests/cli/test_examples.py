@@ -66,6 +66,16 @@ def test_awq_to_gptq(tmp_path: Path) -> None:
     assert last == "the same codes, zero points and scales in 3 modules"
 
 
+def test_mixture_of_experts() -> None:
+    data = EXAMPLES.parent / "tests" / "data" / "models"
+    for model, inner in (("mixtral__aa_awq_gemm_g64", 256), ("qwen2moe__gm_gptq_sym_g64", 128)):
+        done = run("mixture_of_experts.py", data / model)
+        assert done.returncode == 0, done.stderr
+        assert f"4 experts, H = 256, I = {inner}" in done.stdout
+        assert "relative error" in done.stdout.splitlines()[-1]
+    assert "no packed experts" in run("mixture_of_experts.py", REAL).stderr
+
+
 def workflow(source: Path, ours: Path, cwd: Path) -> list[int]:
     """Exit codes of the steps of examples/verify_in_ci.yml after the installation, up to the first that fails."""
     content: dict[str, Any] = yaml.safe_load((EXAMPLES / "verify_in_ci.yml").read_text())
