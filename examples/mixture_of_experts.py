@@ -2,9 +2,9 @@
 
     python examples/mixture_of_experts.py MODEL
 
-MODEL is a folder or a hub id with one tensor an expert (Mixtral's w1, w2, w3, or gate_proj, up_proj, down_proj), 4 bits,
-GPTQ, AWQ or compressed-tensors. The result is compared with a loop over tokens in float64 with dequantised weights.
-To serve a mixture, nothing is needed but its name: ``vllm serve MODEL``.
+MODEL is a folder or a hub id with a tensor an expert (Mixtral's w1, w2, w3, or gate_proj, up_proj, down_proj) in any
+4-bit format. The result is compared with a loop over tokens in float64 with dequantised weights. To serve a
+mixture, nothing is needed but its name: ``vllm serve MODEL``.
 """
 
 from __future__ import annotations
