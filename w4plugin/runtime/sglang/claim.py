@@ -10,10 +10,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from w4plugin.errors import W4Error
-from w4plugin.quant_config import QuantConfig
+from w4plugin.runtime.claim import VARIABLE, policy, understood
 from w4plugin.runtime.sglang import host
-from w4plugin.runtime.vllm.claim import METHODS, VARIABLE, policy
 
 
 def claims(hf_quant_cfg: Mapping[str, Any], user_quant: str | None) -> bool:
@@ -28,12 +26,7 @@ def claims(hf_quant_cfg: Mapping[str, Any], user_quant: str | None) -> bool:
     chosen = policy()
     if chosen == "never":
         return False
-    try:
-        config = QuantConfig.from_dict(hf_quant_cfg)
-    except W4Error as error:
-        host.logger.debug("not claimed: %s", error)
-        return False
-    if config.method not in METHODS or config.bits not in (None, 4):
+    if understood(hf_quant_cfg, host.logger) is None:
         return False
     reason = f"{VARIABLE}=all" if chosen == "all" else host.refuses(hf_quant_cfg)
     if reason is None:

@@ -25,9 +25,8 @@ from w4plugin.errors import UsageError, W4Error
 from w4plugin.formats.census import find_modules
 from w4plugin.formats.config_spelling import PRODUCER
 from w4plugin.quant_config import QuantConfig
+from w4plugin.runtime.claim import POLICIES
 from w4plugin.runtime.transformers.quantizer import NAME, W4QuantizationConfig, W4Quantizer
-
-POLICIES = ("auto", "all", "never")
 
 NEEDS = {
     "gptq": ("optimum", "gptqmodel"),

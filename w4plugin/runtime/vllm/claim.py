@@ -1,36 +1,18 @@
 """Which checkpoints this plugin takes.
 
-``--quantization w4plugin`` takes any that it understands. Without the flag ``W4PLUGIN_CLAIM`` decides:
-
-    auto    (default) those that this vLLM would refuse or misread; what vLLM serves rightly stays vLLM's
-    all     every one that it understands
-    never   none
-
-Any other ``--quantization`` of the user's is his decision.
+``--quantization w4plugin`` takes any that it understands. Without the flag :mod:`w4plugin.runtime.claim` decides, and
+what this vLLM serves rightly stays vLLM's. Any other ``--quantization`` of the user's is his decision.
 """
 
 from __future__ import annotations
 
-import os
 from collections.abc import Mapping
 from typing import Any
 
-from w4plugin.errors import UsageError, W4Error
-from w4plugin.quant_config import QuantConfig
+from w4plugin.errors import W4Error
+from w4plugin.runtime.claim import VARIABLE, policy, understood
 from w4plugin.runtime.vllm import native, versions
 from w4plugin.runtime.vllm.inventory import Inventory
-
-VARIABLE = "W4PLUGIN_CLAIM"
-POLICIES = ("auto", "all", "never")
-METHODS = ("gptq", "awq", "auto-round", "compressed-tensors")
-
-
-def policy() -> str:
-    """The value of W4PLUGIN_CLAIM."""
-    value = os.environ.get(VARIABLE, "auto").lower()
-    if value not in POLICIES:
-        raise UsageError(VARIABLE, got=repr(value), wanted=" | ".join(POLICIES))
-    return value
 
 
 def claims(hf_quant_cfg: Mapping[str, Any], user_quant: str | None, hf_config: Any) -> bool:
@@ -46,12 +28,8 @@ def claims(hf_quant_cfg: Mapping[str, Any], user_quant: str | None, hf_config: A
     chosen = policy()
     if chosen == "never":
         return False
-    try:
-        config = QuantConfig.from_dict(hf_quant_cfg)
-    except W4Error as error:
-        versions.logger().debug("not claimed: %s", error)
-        return False
-    if config.method not in METHODS or config.bits not in (None, 4):
+    config = understood(hf_quant_cfg, versions.logger())
+    if config is None:
         return False
     model = getattr(hf_config, "_name_or_path", "") or ""
     refused = native.refuses_config(hf_quant_cfg, config)
