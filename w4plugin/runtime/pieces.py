@@ -18,6 +18,18 @@ from w4plugin.kernels import Prepared, op
 TENSORS = ("qweight", "scales", "zeros", "g_idx", "counters")
 """The fields of a Prepared that are tensors, in the op's order; layers register them under these names."""
 
+EXPERTS_TENSORS = (
+    "gate_up",
+    "gate_up_scales",
+    "gate_up_zeros",
+    "gate_up_g_idx",
+    "down",
+    "down_scales",
+    "down_zeros",
+    "down_g_idx",
+)
+"""The same of a PreparedExperts."""
+
 
 @dataclass(frozen=True)
 class Piece:

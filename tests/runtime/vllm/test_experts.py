@@ -16,9 +16,10 @@ from tests.runtime.vllm.experts import AT, EXACT, Experts, Sizes, finish, load, 
 from tests.runtime.vllm.layers import opened, save
 from w4plugin.errors import CorruptError, UnsupportedError, UsageError, W4Error
 from w4plugin.kernels import PreparedExperts, Target
-from w4plugin.runtime.vllm import mixture, versions
+from w4plugin.runtime import mixture
+from w4plugin.runtime.pieces import EXPERTS_TENSORS
+from w4plugin.runtime.vllm import versions
 from w4plugin.runtime.vllm.experts import (
-    TENSORS,
     DequantizedExpertsMethod,
     W4ExpertsMethod,
     check_layer,
@@ -155,7 +156,7 @@ def test_layer_holds_the_operators_tensors_and_no_source(tmp_path: Path) -> None
     absent = {"gate_up_g_idx", "down_g_idx"}
     if layer.w4_experts == "cpu":  # its scales hold the zero points
         absent |= {"gate_up_zeros", "down_zeros"}
-    assert {name for name, _ in layer.named_parameters()} == set(TENSORS) - absent
+    assert {name for name, _ in layer.named_parameters()} == set(EXPERTS_TENSORS) - absent
     assert layer.quant_method.loading is None
     assert layer.w4_experts == layer.quant_method.backend
     with pytest.raises(UsageError, match=r"experts.*new engine"):
@@ -164,10 +165,10 @@ def test_layer_holds_the_operators_tensors_and_no_source(tmp_path: Path) -> None
 
 def test_registered_tensors_are_the_operators_arguments() -> None:
     names = [a.name for a in torch.ops.w4plugin.w4a16_experts.default._schema.arguments]
-    assert names[:12] == ["x", "topk_weights", "topk_ids", *TENSORS, "expert_map"]
+    assert names[:12] == ["x", "topk_weights", "topk_ids", *EXPERTS_TENSORS, "expert_map"]
     assert names[12:16] == ["inner", "gate_up_group_size", "down_group_size", "gated"]
     assert names[16:] == ["activation", "apply_router_weight_on_input", "backend"]
-    assert set(TENSORS) <= {*PreparedExperts.__dataclass_fields__}
+    assert set(EXPERTS_TENSORS) <= {*PreparedExperts.__dataclass_fields__}
 
 
 def test_dummy_experts_have_the_layers_shape(tmp_path: Path) -> None:

@@ -15,6 +15,7 @@ from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
 
 from tests.runtime.vllm.layers import rank_of
 from w4plugin.errors import CorruptError
+from w4plugin.runtime.placement import Columns, cut
 from w4plugin.runtime.vllm import placement
 from w4plugin.tensor import W4Tensor
 
@@ -22,7 +23,7 @@ RANKS = [(rank, ranks) for ranks in (1, 2, 4, 8) for rank in {0, ranks // 2, ran
 HEADS, KV_HEADS, DIM, K = 8, 2, 16, 64
 
 
-def placed(layer, n: int, shard_id=None) -> placement.Columns:
+def placed(layer, n: int, shard_id=None) -> Columns:
     loader = getattr(layer, "weight_loader_v2", layer.weight_loader)
     head = isinstance(layer, ParallelLMHead)
     columns = layer.num_embeddings_per_partition if head else sum(layer.output_partition_sizes)
@@ -115,10 +116,10 @@ def test_cut_takes_columns_and_makes_padding_zero() -> None:
     weight = W4Tensor(codes, torch.rand(2, 6), torch.randint(0, 16, (2, 6), dtype=torch.uint8), None, 32)
     plain = weight.dequantize(torch.float32)
     for source in ([2, 3, 4], [0, 1, 2, 3, 4, 5], [5, 0, 3], [4, 5, -1, -1]):
-        found = placement.cut(weight, torch.tensor(source)).dequantize(torch.float32)
+        found = cut(weight, torch.tensor(source)).dequantize(torch.float32)
         wanted = torch.stack([plain[:, c] if c >= 0 else torch.zeros(64) for c in source], 1)
         assert torch.equal(found, wanted)
-        assert torch.equal(placement.cut(plain.t(), torch.tensor(source)), wanted.t())
+        assert torch.equal(cut(plain.t(), torch.tensor(source)), wanted.t())
 
 
 def test_asking_wakes_no_threads() -> None:
@@ -128,5 +129,5 @@ def test_asking_wakes_no_threads() -> None:
         with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as seen:
             found = placed(layer, 14336)
             weight = torch.zeros(14336, K)
-            assert torch.equal(placement.cut(weight, found.source), weight)
+            assert torch.equal(cut(weight, found.source), weight)
     assert not {event.key for event in seen.key_averages()} & {"aten::index_put_", "aten::_index_put_impl_"}

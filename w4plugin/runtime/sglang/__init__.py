@@ -2,8 +2,8 @@
 
     sglang serve --model-path MODEL --quantization w4plugin
 
-What is not SGLang's is shared with the vLLM plugin: what a checkpoint holds, how a layer is filled. Nothing here
-imports SGLang before SGLang asks.
+What is not SGLang's is shared with the vLLM plugin, one folder up: what a checkpoint holds, how a layer is filled.
+Nothing here imports SGLang before SGLang asks.
 """
 
 from __future__ import annotations

@@ -11,12 +11,12 @@ from sglang.srt.layers.quantization.unquant import UnquantizedLinearMethod
 from sglang.srt.layers.vocab_parallel_embedding import ParallelLMHead, VocabParallelEmbedding
 
 from w4plugin.errors import CorruptError, UnsupportedError
+from w4plugin.runtime.inventory import Inventory
+from w4plugin.runtime.messages import PLAIN_COPY
+from w4plugin.runtime.part import Part
 from w4plugin.runtime.sglang import claim, host
 from w4plugin.runtime.sglang.inventory import opened
 from w4plugin.runtime.sglang.linear import W4LinearMethod
-from w4plugin.runtime.vllm.inventory import Inventory, Part
-
-_MAKE_PLAIN = "`w4plugin dequantize` makes a plain checkpoint of this one"
 
 
 class W4Config(QuantizationConfig):
@@ -44,7 +44,7 @@ class W4Config(QuantizationConfig):
         self._refuse_packed_experts()
         if hf_config is not None:
             self.inventory.refuse_what_cannot_be_served(hf_config)
-            self._untie(hf_config)
+            self.inventory.untie(hf_config, host.logger)
 
     def __repr__(self) -> str:
         config = self.inventory.config
@@ -88,25 +88,18 @@ class W4Config(QuantizationConfig):
             part = self.inventory.parts.get(prefix)
             if part is not None and part.module is not None:
                 raise UnsupportedError(
-                    part.name, got="an embedding packed in 4 bits", wanted="a plain embedding", todo=_MAKE_PLAIN
+                    part.name, got="an embedding packed in 4 bits", wanted="a plain embedding", todo=PLAIN_COPY
                 )
         return None  # SGLang's own method; packed experts were refused with the checkpoint
 
     def _linear_method(self, prefix: str) -> W4LinearMethod | None:
         """Ours for a layer with a packed weight; None for a plain layer, which stays SGLang's."""
         told = {name: parts for name, parts in self.packed_modules_mapping.items() if isinstance(parts, list)}
-        parts = self.inventory.of_layer(prefix, {**host.FUSED, **told})
-        if any(part.module is not None for part in parts):
-            self._require(prefix, parts)
-            return W4LinearMethod(self.inventory, prefix, parts)
-        if not parts and self.inventory.expects(prefix):
-            raise CorruptError(
-                prefix,
-                got="no tensors for this layer",
-                wanted="its packed weight, as in the other layers",
-                todo="config.json asks for more layers than the checkpoint has",
-            )
-        return None
+        parts = self.inventory.packed_layer(prefix, {**host.FUSED, **told})
+        if not parts:
+            return None
+        self._require(prefix, parts)
+        return W4LinearMethod(self.inventory, prefix, parts)
 
     def _require(self, prefix: str, parts: list[Part]) -> None:
         absent = [part.name for part in parts if part.kind == "absent"]
@@ -117,18 +110,5 @@ class W4Config(QuantizationConfig):
         for part in self.inventory.parts.values():
             if part.module is not None and ".experts." in part.name:
                 raise UnsupportedError(
-                    part.name, got="experts packed in 4 bits", wanted="plain experts", todo=_MAKE_PLAIN
+                    part.name, got="experts packed in 4 bits", wanted="plain experts", todo=PLAIN_COPY
                 )
-
-    def _untie(self, hf_config: Any) -> None:
-        """A packed head of its own is served even where config.json calls it tied to the embedding."""
-        head = next((part for name, part in self.inventory.parts.items() if name.endswith("lm_head")), None)
-        if head is None or head.module is None:
-            return
-        for config in (hf_config, getattr(hf_config, "text_config", None)):
-            if getattr(config, "tie_word_embeddings", False):
-                host.logger.warning(
-                    "%s: the file has a packed head, which is used although config.json says tie_word_embeddings",
-                    head.name,
-                )
-                config.tie_word_embeddings = False

@@ -1,8 +1,6 @@
 """Which columns and rows of a checkpoint's weight this rank holds, asked of SGLang's own weight loaders.
 
-A vector of indices 1..N goes through the layer's loader into an empty vector as long as the rank's share: where index i
-arrives, column i - 1 belongs; where 0 stays, there is padding. All ranks are asked, so that a weight wider than the
-architecture cannot lose columns in silence. (:mod:`w4plugin.runtime.vllm.placement` says why.)
+:mod:`w4plugin.runtime.placement` says how and why.
 """
 
 from __future__ import annotations
@@ -17,8 +15,8 @@ from sglang.srt.distributed.utils import get_group_rank_size
 from sglang.srt.layers.parameter import ChannelQuantScaleParameter, RowvLLMParameter
 from torch import Tensor
 
-from w4plugin.errors import CorruptError, UnsupportedError
-from w4plugin.runtime.vllm.placement import Columns, ShardId
+from w4plugin.errors import UnsupportedError
+from w4plugin.runtime.placement import Columns, ShardId, embedding_as_rank, on_all_ranks
 
 
 def columns(layer: Any, n_layer: int, n: int, shard_id: ShardId, where: str) -> Columns:
@@ -36,11 +34,7 @@ def columns(layer: Any, n_layer: int, n: int, shard_id: ShardId, where: str) -> 
             )
         return _filled(probe, loader, torch.arange(1, n + 1, device="cpu"), shard_id)
 
-    mine = _on_all_ranks(layer, ask, n, n_layer, "columns", shard_id, where)
-    if shard_id is None:  # a weight alone in its layer: what it does not fill is padding
-        return Columns(0, mine - 1)
-    held = mine.nonzero().flatten()
-    return Columns(int(held[0]), mine[int(held[0]) : int(held[-1]) + 1] - 1)
+    return Columns.of(_on_all_ranks(layer, ask, n, n_layer, "columns", shard_id, where), shard_id)
 
 
 def rows(layer: Any, k_layer: int, k: int, where: str) -> tuple[int, int]:
@@ -84,24 +78,12 @@ def _on_all_ranks(
     own, size = get_group_rank_size(getattr(layer, names[0], None))
     got = f"{'N' if what == 'columns' else 'K'} = {count}"
     fits = f"the {room} {what} that the architecture has here on each of {size} ranks"
-    seen = torch.zeros(count + 1, dtype=torch.bool, device="cpu")
-    mine = None
-    try:
-        for rank in range(size):
-            with _as_rank(layer, names, rank, size):
-                answer = ask()
-            seen[answer] = True
-            if rank == own:
-                mine = answer
-    except (AssertionError, RuntimeError, ValueError, IndexError) as error:
-        raise CorruptError(where, got=got, wanted=fits, todo="the checkpoint does not fit config.json") from error
-    assert mine is not None
-    if not bool(seen[1:].all()):
-        unused = int((~seen[1:]).sum())
-        raise CorruptError(
-            where, got=f"{got}, of which {unused} would be dropped", wanted=fits, todo="config.json is of another model"
-        )
-    return mine
+
+    def ask_as(rank: int) -> Tensor:
+        with _as_rank(layer, names, rank, size):
+            return ask()
+
+    return on_all_ranks(ask_as, own, size, count, got, fits, where)
 
 
 def _groups(layer: Any, shard_id: ShardId, where: str) -> list[str]:
@@ -130,22 +112,11 @@ class _Seat:
 def _as_rank(layer: Any, names: list[str], rank: int, size: int) -> Iterator[None]:
     """The layer as another rank would see it."""
     own = {name: vars(layer)[name] for name in names if name in vars(layer)}
-    indices = getattr(layer, "shard_indices", None)
     for name in own:
         setattr(layer, name, _Seat(rank, size))
-    if indices is not None:  # an embedding keeps its rank's share as numbers
-        layer.shard_indices = layer._get_indices(
-            layer.num_embeddings_padded,
-            layer.org_vocab_size_padded,
-            layer.num_embeddings,
-            layer.org_vocab_size,
-            rank,
-            size,
-        )
     try:
-        yield
+        with embedding_as_rank(layer, rank, size):
+            yield
     finally:
         for name, group in own.items():
             setattr(layer, name, group)
-        if indices is not None:
-            layer.shard_indices = indices

@@ -19,6 +19,8 @@ from transformers.activations import GELUActivation, GELUTanh, NewGELUActivation
 from w4plugin.errors import UnsupportedError, UsageError
 from w4plugin.formats.registry import write_module
 from w4plugin.kernels import PreparedExperts, prepare_experts, restore_experts
+from w4plugin.runtime.messages import PLAIN_COPY
+from w4plugin.runtime.pieces import EXPERTS_TENSORS
 from w4plugin.runtime.transformers.linear import SAVED, W4Linear
 from w4plugin.tensor import W4Tensor
 
@@ -30,18 +32,6 @@ ACTIVATIONS: dict[type, str] = {
     NewGELUActivation: "gelu_tanh",
 }
 """The host's activations, by the operator's names."""
-
-BUFFERS = (
-    "gate_up",
-    "gate_up_scales",
-    "gate_up_zeros",
-    "gate_up_g_idx",
-    "down",
-    "down_scales",
-    "down_zeros",
-    "down_g_idx",
-)
-"""The fields of a PreparedExperts that the operator reads, in its order."""
 
 
 class W4Experts(torch.nn.Module):
@@ -65,7 +55,7 @@ class W4Experts(torch.nn.Module):
                 where,
                 got=f"packed experts of a {type(plain).__name__}, which computes more than a gate",
                 wanted="experts with a gate, up and down, without biases, and SiLU or GELU",
-                todo="`w4plugin dequantize` makes a plain checkpoint of this one",
+                todo=PLAIN_COPY,
             )
         self.__dict__["plain"] = plain  # no child: its parameters are not this model's
         self.words, self.dtype, self.activation = words, dtype, activation
@@ -89,7 +79,7 @@ class W4Experts(torch.nn.Module):
 
     def _keep(self, ready: PreparedExperts) -> None:
         self._modules.clear()
-        for name in BUFFERS:
+        for name in EXPERTS_TENSORS:
             self._buffers.pop(name, None)
             self.register_buffer(name, getattr(ready, name), persistent=False)
         self.ready = ready
@@ -121,7 +111,7 @@ class W4Experts(torch.nn.Module):
             x,
             top_k_weights.float(),
             top_k_index.masked_fill(absent, -1),
-            *(getattr(self, name) for name in BUFFERS),
+            *(getattr(self, name) for name in EXPERTS_TENSORS),
             None,
             self.ready.I,
             self.ready.gate_up_group_size,

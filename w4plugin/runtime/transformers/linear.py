@@ -25,13 +25,12 @@ from w4plugin.kernels import prepare
 from w4plugin.kernels.backend import Groups, Prepared
 from w4plugin.kernels.registry import get
 from w4plugin.quant_config import QuantConfig
+from w4plugin.runtime.messages import OTHER_MODEL
+from w4plugin.runtime.pieces import TENSORS
 from w4plugin.tensor import W4Tensor
 
 SAVED = "gptq_v2"
 """The format that a module's ``state_dict`` speaks."""
-
-BUFFERS = ("qweight", "scales", "zeros", "g_idx", "counters")
-"""Fields of Prepared that the operator reads."""
 
 
 class W4Linear(torch.nn.Module):
@@ -112,10 +111,10 @@ class W4Linear(torch.nn.Module):
                 "weight",
                 got=f"[{weight.N}, {weight.K}]",
                 wanted=f"[{self.out_features}, {self.in_features}], the architecture's",
-                todo="config.json is of another model",
+                todo=OTHER_MODEL,
             )
         ready = prepare(weight, dtype=self.dtype, backend=self.wanted_backend)
-        for name in BUFFERS:
+        for name in TENSORS:
             self._buffers.pop(name, None)
             self.register_buffer(name, getattr(ready, name), persistent=False)
         self.backend, self.group_size, self.groups = ready.backend, ready.group_size, ready.groups
@@ -124,7 +123,7 @@ class W4Linear(torch.nn.Module):
         """The weight as it came, bit for bit."""
         if self.backend is None:
             raise UsageError("W4Linear", got="no weight yet", wanted="a loaded module")
-        tensors = {name: getattr(self, name) for name in BUFFERS}
+        tensors = {name: getattr(self, name) for name in TENSORS}
         ready = Prepared(
             backend=self.backend,
             K=self.in_features,

@@ -20,10 +20,9 @@ from w4plugin.errors import CorruptError, UnsupportedError
 from w4plugin.formats import other_widths
 from w4plugin.formats.census import Census
 from w4plugin.formats.format import Module
-from w4plugin.runtime.vllm.mixture import Mixture, layer_of
-from w4plugin.runtime.vllm.part import Part
-
-DEQUANTIZE = "`w4plugin dequantize` makes a plain checkpoint of this one"
+from w4plugin.runtime.messages import PLAIN_COPY
+from w4plugin.runtime.mixture import Mixture, layer_of
+from w4plugin.runtime.part import Part
 
 _NUMBER = re.compile(r"\.\d+(?=\.|$)")
 
@@ -87,7 +86,7 @@ def _layer(model: Any, name: str, held: Mapping[str, tuple[str, Module | None]])
                 own,
                 got="a plain weight" if module is None else f"a weight of {module.bits} bits",
                 wanted="4 bits, as in the layer's other experts",
-                todo=DEQUANTIZE,
+                todo=PLAIN_COPY,
             )
     modules = {below: module for below, (_, module) in held.items() if module is not None}
     mixture = Mixture(name, {below: Part(module.name, "int4", module) for below, module in modules.items()})
@@ -99,7 +98,7 @@ def _layer(model: Any, name: str, held: Mapping[str, tuple[str, Module | None]])
             first.name,
             got=f"experts of {type(model).__name__} packed as stacks, or with gate and up in one",
             wanted="one packed module a projection and expert",
-            todo=DEQUANTIZE,
+            todo=PLAIN_COPY,
         )
     mixture.check(getattr(model.get_submodule(name), "num_experts", None), "refuse")
     return Layer(name, modules, words)  # type: ignore[arg-type]
@@ -199,7 +198,7 @@ def _shape(linear: torch.nn.Module, module: Module) -> tuple[int, int, bool]:
         module.name,
         got=f"a {type(linear).__name__} packed in {module.bits} bits",
         wanted="a Linear",
-        todo=DEQUANTIZE,
+        todo=PLAIN_COPY,
     )
 
 
@@ -210,7 +209,7 @@ def _nowhere(model: Any, module: Module) -> CorruptError | UnsupportedError:
             module.name,
             got=f"experts packed in {module.bits} bits, which Transformers keeps as one 3-D tensor in {model_type}",
             wanted="experts that are Linear modules of their own",
-            todo=f"{DEQUANTIZE}; the checkpoint itself is fine",
+            todo=f"{PLAIN_COPY}; the checkpoint itself is fine",
         )
     return CorruptError(
         module.name,

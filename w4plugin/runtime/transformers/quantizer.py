@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,9 +18,10 @@ from w4plugin.errors import CorruptError, UnsupportedError, UsageError, W4Error
 from w4plugin.formats import other_widths
 from w4plugin.formats.census import Census, find_modules
 from w4plugin.formats.format import Layer, Module, TensorHeader
-from w4plugin.formats.registry import quantization_config, read_module
-from w4plugin.note import Note
+from w4plugin.formats.registry import quantization_config
 from w4plugin.quant_config import QuantConfig
+from w4plugin.runtime.loading import decode_packed
+from w4plugin.runtime.messages import OTHER_MODEL, warn
 from w4plugin.runtime.transformers import placement
 from w4plugin.runtime.transformers.experts import W4Experts
 from w4plugin.runtime.transformers.linear import SAVED, W4Linear, linear_of
@@ -96,7 +97,7 @@ class W4Quantizer(HfQuantizer):
         headers = self._read_headers(checkpoint_files)
         self.dtype = dtype or torch.get_default_dtype()
         self.census = find_modules(headers, self.config)
-        _report(self.census.notes)
+        warn(self.census.notes, logger)
         self.mixtures = placement.mixtures(model, self.census)
         experts = frozenset(module.name for layer in self.mixtures for module in layer.modules.values())
         self.places = placement.places(model, self.census, experts)
@@ -168,11 +169,11 @@ class W4Quantizer(HfQuantizer):
             waiting.bias = None
         if place.module.bits != 4:
             plain = other_widths.dequantize(place.module, tensors, self.config, self.dtype)
-            _report(plain.notes)
+            warn(plain.notes, logger)
             logger.warning("%s: packed in %d bits, not 4; held as a plain weight", place.name, place.module.bits)
             _replace(model, place.name, linear_of(plain.weight, waiting.bias, self.dtype))
             return None
-        weight = self._decoded(place.module, tensors)
+        weight = decode_packed(place.module, tensors, self.config, logger)
         waiting.hold(weight)
         if waiting.bias is not None:
             waiting.bias.requires_grad_(False)
@@ -185,12 +186,12 @@ class W4Quantizer(HfQuantizer):
         for below, module in mixture.modules.items():
             child = waiting.get_submodule(below)
             try:
-                weight = self._decoded(module, _taken(child))
+                weight = decode_packed(module, _taken(child), self.config, logger)
                 K, N = (inner, hidden) if below.endswith(f".{mixture.words[2]}") else (hidden, inner)
                 if weight.K != K or weight.N != N:
                     got = f"K = {weight.K}, N = {weight.N}"
                     wanted = f"K = {K}, N = {N}, the architecture's"
-                    raise CorruptError(module.name, got=got, wanted=wanted, todo="config.json is of another model")
+                    raise CorruptError(module.name, got=got, wanted=wanted, todo=OTHER_MODEL)
                 if child.bias is not None and bool(child.bias.any()):
                     wanted = "none, since the architecture has no place for it"
                     raise UnsupportedError(f"{module.name}.bias", got="a bias that is not zero", wanted=wanted)
@@ -208,19 +209,6 @@ class W4Quantizer(HfQuantizer):
         except W4Error as error:
             raise error.at(mixture.name) from error
         return layers
-
-    def _decoded(self, module: Module, tensors: Mapping[str, Tensor]) -> W4Tensor:
-        """The packed weight of the tensors that the host has loaded."""
-        decoded = read_module(module, tensors, self.config)
-        _report(decoded.notes)
-        if decoded.unfilled:
-            raise CorruptError(
-                module.name,
-                got="codes and scales that are all 0",
-                wanted="a layer that was filled before it was saved",
-                todo="quantise the model again; this layer would multiply everything to 0",
-            )
-        return decoded.weight
 
     def _dequantize(self, model: Any, dtype: torch.dtype | str | None = None) -> Any:
         if isinstance(dtype, str):  # save_pretrained leaves the dtype's name in the model's config
@@ -260,9 +248,3 @@ def _replace(model: Any, name: str, module: torch.nn.Module) -> None:
 
         add_hook_to_module(module, hook)
     model.set_submodule(name, module)
-
-
-def _report(notes: Iterable[Note]) -> None:
-    for note in notes:
-        if note.level != "info":
-            logger.warning("%s", note)

@@ -13,9 +13,11 @@ from vllm.model_executor.models.utils import WeightsMapper
 
 from w4plugin.errors import CorruptError, UnsupportedError
 from w4plugin.quant_config import QuantConfig
+from w4plugin.runtime.messages import PLAIN_COPY
+from w4plugin.runtime.part import Part
 from w4plugin.runtime.vllm import claim, versions
 from w4plugin.runtime.vllm.experts import DequantizedExpertsMethod, W4ExpertsMethod, check_layer
-from w4plugin.runtime.vllm.inventory import Inventory, Part
+from w4plugin.runtime.vllm.inventory import Inventory
 from w4plugin.runtime.vllm.linear import W4LinearMethod
 
 
@@ -77,21 +79,7 @@ class W4Config(QuantizationConfig):
         self.inventory = Inventory.open(model_name, revision)
         self.config = self.inventory.config
         self.inventory.refuse_what_cannot_be_served(hf_config)
-        self._untie(hf_config)
-
-    def _untie(self, hf_config: Any) -> None:
-        """A packed head of its own is served even where config.json calls it tied to the embedding."""
-        assert self.inventory is not None
-        texts = [c for c in (hf_config, getattr(hf_config, "text_config", None)) if c is not None]
-        tied = [c for c in texts if getattr(c, "tie_word_embeddings", False)]
-        head = next((part for name, part in self.inventory.parts.items() if name.endswith("lm_head")), None)
-        if tied and head is not None and head.module is not None:
-            versions.logger().warning(
-                "%s: the file has a packed head, which is used although config.json says tie_word_embeddings",
-                head.name,
-            )
-            for config in tied:
-                config.tie_word_embeddings = False
+        self.inventory.untie(hf_config, versions.logger())
 
     def apply_vllm_mapper(self, hf_to_vllm_mapper: WeightsMapper) -> None:
         self._opened().rename(hf_to_vllm_mapper)
@@ -127,18 +115,11 @@ class W4Config(QuantizationConfig):
     def _linear_method(self, prefix: str) -> W4LinearMethod | None:
         """Ours for a layer with a packed weight; None for a plain layer, which stays vLLM's."""
         inventory = self._opened()
-        parts = inventory.of_layer(prefix, self.packed_modules_mapping)
-        if any(part.module is not None for part in parts):
-            self._require(prefix, parts)
-            return W4LinearMethod(inventory, prefix, parts)
-        if not parts and inventory.expects(prefix):
-            raise CorruptError(
-                prefix,
-                got="no tensors for this layer",
-                wanted="its packed weight, as in the other layers",
-                todo="config.json asks for more layers than the checkpoint has",
-            )
-        return None
+        parts = inventory.packed_layer(prefix, self.packed_modules_mapping)
+        if not parts:
+            return None
+        self._require(prefix, parts)
+        return W4LinearMethod(inventory, prefix, parts)
 
     def _require(self, prefix: str, parts: list[Part]) -> None:
         """Every weight of a packed layer is in the file; a model may use its keys as values (absent v)."""
@@ -151,8 +132,7 @@ class W4Config(QuantizationConfig):
         own = inventory.parts.get(prefix)
         names = ([own.name] if own is not None and own.module is not None else []) + inventory.packed_under(prefix)
         if names:
-            todo = "`w4plugin dequantize` makes a plain checkpoint of this one"
-            raise UnsupportedError(names[0], got=got, wanted=wanted, todo=todo)
+            raise UnsupportedError(names[0], got=got, wanted=wanted, todo=PLAIN_COPY)
 
     def _opened(self) -> Inventory:
         if self.inventory is None:

@@ -18,27 +18,17 @@ from torch.nn import Parameter
 from vllm.config import get_current_vllm_config
 from vllm.model_executor.layers.fused_moe import FusedMoEMethodBase, UnquantizedFusedMoEMethod
 
-from w4plugin.errors import CorruptError, UnsupportedError, UsageError
+from w4plugin.errors import CorruptError, UnsupportedError
 from w4plugin.kernels import PreparedExperts, Target, experts_reasons
 from w4plugin.kernels.device import target
+from w4plugin.runtime.loading import decode, placeholder
+from w4plugin.runtime.messages import OTHER_MODEL, loaded_twice
+from w4plugin.runtime.mixture import Mixture
+from w4plugin.runtime.pieces import EXPERTS_TENSORS
 from w4plugin.runtime.vllm import fingerprint, versions
 from w4plugin.runtime.vllm.inventory import Inventory
-from w4plugin.runtime.vllm.loading import decode
-from w4plugin.runtime.vllm.mixture import Mixture
 from w4plugin.runtime.vllm.mixture_loading import Arrivals, Stacking, check_sizes
 from w4plugin.tensor import W4Tensor
-
-TENSORS = (
-    "gate_up",
-    "gate_up_scales",
-    "gate_up_zeros",
-    "gate_up_g_idx",
-    "down",
-    "down_scales",
-    "down_zeros",
-    "down_g_idx",
-)
-"""The fields of a PreparedExperts that are tensors, in the op's order; layers register them under these names."""
 
 
 class Intake:
@@ -60,9 +50,7 @@ class Intake:
             for suffix, dtype in dtypes.items():
                 held = f"{_stem(self.mixture.place(name).shards)}_{suffix}"
                 if held not in self.placeholders and suffix not in keep:
-                    empty = Parameter(torch.empty(0, dtype=dtype), requires_grad=False)
-                    empty.weight_loader = functools.partial(self.one, suffix)
-                    layer.register_parameter(held, empty)
+                    layer.register_parameter(held, placeholder(dtype, functools.partial(self.one, suffix)))
                     self.placeholders.append(held)
         layer.load_weights = self.all
 
@@ -102,12 +90,7 @@ class Intake:
 
     def _taker(self) -> Arrivals:
         if self.arrivals is None:
-            raise UsageError(
-                self.mixture.layer,
-                got="a weight for a layer that is in its kernel's order",
-                wanted="each weight once",
-                todo="start a new engine; packed weights cannot be loaded again in place",
-            )
+            raise loaded_twice(self.mixture.layer)
         return self.arrivals
 
     def close(self) -> None:
@@ -187,7 +170,7 @@ class W4ExpertsMethod(FusedMoEMethodBase):
         held = ready.tensors()
         for name, tensor in held.items():
             layer.register_parameter(name, Parameter(tensor, requires_grad=False))
-        self.names = tuple(name if name in held else None for name in TENSORS)
+        self.names = tuple(name if name in held else None for name in EXPERTS_TENSORS)
         self.sizes = (ready.I, ready.gate_up_group_size, ready.down_group_size, ready.gated)
         self.backend = ready.backend
 
@@ -267,7 +250,7 @@ class DequantizedExpertsMethod(UnquantizedFusedMoEMethod):
     def _take(self, layer: Layer, name: str, tensors: dict[str, Tensor]) -> None:
         """Make a weight plain and let vLLM cut it to this rank's share."""
         part, shards = self.mixture.parts[name], self.mixture.place(name).shards
-        weight = decode(part, tensors, self.inventory.config, self.dtype)
+        weight = decode(part, tensors, self.inventory.config, self.dtype, versions.logger())
         plain = weight.dequantize(self.dtype).mT if isinstance(weight, W4Tensor) else weight
         for i, expert in enumerate(self.arrivals.mine(name)):
             one = plain if part.experts is None else plain[i]
@@ -313,5 +296,5 @@ def check_layer(mixture: Mixture, moe: Any) -> None:
             mixture.layer,
             got=f"{len(held)} experts",
             wanted=f"{moe.num_logical_experts}, the architecture's",
-            todo="config.json is of another model",
+            todo=OTHER_MODEL,
         )

@@ -1,30 +1,25 @@
 """The linear method: what vLLM calls to make a layer's parameters, and to multiply with them.
 
-A layer holds one weight of the checkpoint or several (q, k and v). Until they are loaded (:mod:`.loading`) its
-parameters are empty placeholders with the names of the file's tensors. After that, weights that one kernel call can
-hold are one; others (each its own act-order, a plain weight among packed ones) stay beside it and their outputs are
-laid side by side.
+A layer holds one weight of the checkpoint or several (q, k and v). :mod:`w4plugin.runtime.loading` fills it,
+:mod:`w4plugin.runtime.pieces` multiplies.
 """
 
 from __future__ import annotations
 
-import functools
 from collections import Counter
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn import Module as Layer
-from torch.nn import Parameter
 from vllm.config import get_current_vllm_config
 from vllm.model_executor.layers.linear import LinearMethodBase, register_weight_loader_v2_supported_method
 
-from w4plugin.errors import UsageError
 from w4plugin.runtime import pieces
+from w4plugin.runtime.part import Part
 from w4plugin.runtime.vllm import fingerprint, versions
-from w4plugin.runtime.vllm.inventory import Inventory, Part
-from w4plugin.runtime.vllm.loading import Loading
-from w4plugin.runtime.vllm.placement import ShardId
+from w4plugin.runtime.vllm.inventory import Inventory
+from w4plugin.runtime.vllm.loading import Filling
 
 
 @register_weight_loader_v2_supported_method
@@ -53,7 +48,7 @@ class W4LinearMethod(LinearMethodBase):
         vllm_config = get_current_vllm_config()
         self.dummy = vllm_config.load_config.load_format == "dummy"
         self.hash_into = vllm_config.additional_config
-        self.loading: Loading | None = Loading(
+        self.loading: Filling | None = Filling(
             layer,
             self.prefix,
             self.inventory,
@@ -64,36 +59,14 @@ class W4LinearMethod(LinearMethodBase):
             k=input_size,
             k_layer=input_size_per_partition,
             n_layer=sum(output_partition_sizes),
+            logger=versions.logger(),
         )
-        for suffix, dtype in self._placeholders().items():
-            empty = Parameter(torch.empty(0, dtype=dtype), requires_grad=False)
-            empty.weight_loader = functools.partial(self._receive, suffix)
-            layer.register_parameter(suffix, empty)
-
-    def _placeholders(self) -> dict[str, torch.dtype]:
-        """Suffixes of all tensors that will arrive, with the file's dtype: vLLM warns when a parameter's is another."""
-        return {suffix: dtype for part in self.parts for suffix, dtype in part.dtypes.items()}
-
-    def _receive(self, suffix: str, param: Parameter, loaded_weight: Tensor, shard_id: ShardId = None) -> None:
-        """The weight loader of a placeholder. Newer versions hang the shard id on the tensor."""
-        if self.loading is None:
-            raise UsageError(
-                f"{self.prefix}.{suffix}",
-                got="a weight for a layer that is in its kernel's order",
-                wanted="each weight once",
-                todo="start a new engine; packed weights cannot be loaded again in place",
-            )
-        if shard_id is None:
-            shard_id = getattr(loaded_weight, "shard_id", None)
-        self.loading.receive(suffix, loaded_weight, shard_id)
+        self.loading.open()
 
     def process_weights_after_loading(self, layer: Layer) -> None:
         if self.loading is None:
             return
-        ready = self.loading.noise() if self.dummy else self.loading.finished()
-        for suffix in self._placeholders():
-            delattr(layer, suffix)
-        layer.w4_pieces = pieces.register(layer, ready)
+        layer.w4_pieces = self.loading.close(self.dummy)
         fingerprint.add(self.hash_into, self.prefix, layer.w4_pieces)
         self._report_cost(layer.w4_pieces)
         self.loading = None

@@ -16,10 +16,12 @@ from torch import Tensor
 from w4plugin.errors import CorruptError, UnsupportedError, W4Error
 from w4plugin.kernels import PreparedExperts, prepare_experts
 from w4plugin.packing import NIBBLES
+from w4plugin.runtime.loading import decode
+from w4plugin.runtime.messages import OTHER_MODEL, PLAIN_COPY
+from w4plugin.runtime.mixture import Mixture
 from w4plugin.runtime.transfer import to_device
+from w4plugin.runtime.vllm import versions
 from w4plugin.runtime.vllm.inventory import Inventory
-from w4plugin.runtime.vllm.loading import OTHER_MODEL, decode
-from w4plugin.runtime.vllm.mixture import PLAIN_COPY, Mixture
 from w4plugin.tensor import W4Tensor
 
 SIZES = ("weight_shape",)
@@ -136,7 +138,7 @@ class Stacking:
     def take(self, name: str, tensors: dict[str, Tensor]) -> None:
         """Decode one weight and keep this rank's share of it."""
         part, shards = self.mixture.parts[name], self.mixture.place(name).shards
-        weight: Any = decode(part, tensors, self.inventory.config, self.dtype)
+        weight: Any = decode(part, tensors, self.inventory.config, self.dtype, versions.logger())
         for i, expert in enumerate(self.arrivals.mine(name)):
             one: W4Tensor = weight if weight.experts is None else weight.expert(i)
             width = one.N // len(shards)

@@ -14,7 +14,8 @@ import torch
 
 from w4plugin.formats.format import Module
 from w4plugin.quant_config import QuantConfig
-from w4plugin.runtime.vllm import mixture, versions
+from w4plugin.runtime import mixture
+from w4plugin.runtime.vllm import versions
 from w4plugin.runtime.vllm.inventory import Inventory
 
 FORMATS = {

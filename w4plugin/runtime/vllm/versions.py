@@ -13,6 +13,7 @@ from collections.abc import Iterable
 from typing import Any
 
 from w4plugin.errors import UnsupportedError
+from w4plugin.runtime.messages import PLAIN_COPY
 
 NAME = "w4plugin"
 """The quantisation method's name in vLLM, and the logger's."""
@@ -100,7 +101,7 @@ def activation_of_experts(layer: Any, where: str) -> str:
             where,
             got=f"experts with the activation {', '.join([found, *bounds])}",
             wanted=f"gate and up with {' | '.join(ACTIVATIONS)}",
-            todo="`w4plugin dequantize` makes a plain checkpoint of this one",
+            todo=PLAIN_COPY,
         )
     return found
 

@@ -14,7 +14,8 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from w4plugin.errors import CorruptError, UnsupportedError, UsageError
-from w4plugin.runtime.vllm.part import Part
+from w4plugin.runtime.messages import OTHER_MODEL, PLAIN_COPY
+from w4plugin.runtime.part import Part
 
 VARIABLE = "W4PLUGIN_MIXED_EXPERTS"
 POLICIES = ("refuse", "dequantize")
@@ -33,8 +34,6 @@ SHARDS = {
 
 COUNTS = ("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts")
 """Keys under which configs state how many experts a layer has."""
-
-PLAIN_COPY = "`w4plugin dequantize` makes a plain checkpoint of this one"
 
 _NAME = re.compile(r"(.+\.experts)\.(?:(\d+)\.)?([^.]+)")
 
@@ -176,7 +175,7 @@ class Mixture:
                 self.parts[extra].name,
                 got=f"an expert {max(held)}",
                 wanted=f"the {count} experts of config.json",
-                todo="config.json is of another model",
+                todo=OTHER_MODEL,
             )
         own = next(iter(self.parts.values())).name  # the checkpoint's own name for the layer
         layer = layer_of(own) or self.layer

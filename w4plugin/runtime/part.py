@@ -15,7 +15,7 @@ Kind = Literal["int4", "wide", "plain", "absent"]
 
 @dataclass(frozen=True)
 class Part:
-    """One weight of the checkpoint in a layer of vLLM.
+    """One weight of the checkpoint in a layer of the host.
 
     Attributes:
         name: the module's name in the checkpoint.
