@@ -20,7 +20,7 @@ LAYOUTS = {
     "auto-round": ("auto-round", "gptq", "gptq_v2", "awq"),
     "compressed-tensors": ("compressed-tensors",),
 }
-"""Formats that vLLM's loader of each method reads."""
+"""Formats that vLLM's loader of each method reads, in every version the plugin is tested with."""
 
 GROUP_SIZES = (-1, 32, 64, 128)
 """What its Marlin kernel takes."""

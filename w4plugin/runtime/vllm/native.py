@@ -12,27 +12,15 @@ from typing import Any
 
 import torch
 
+from w4plugin.checkpoint.vllm_verdict import FUSED, LAYOUTS, VOCABULARY
 from w4plugin.formats.format import Module
 from w4plugin.quant_config import QuantConfig
 from w4plugin.runtime import mixture
 from w4plugin.runtime.vllm import versions
 from w4plugin.runtime.vllm.inventory import Inventory
 
-FORMATS = {
-    "gptq": ("gptq", "gptq_v2"),
-    "awq": ("awq",),
-    "auto-round": ("auto-round", "gptq", "gptq_v2", "awq"),
-    "compressed-tensors": ("compressed-tensors",),
-}
-"""Layouts that vLLM's loader of each method reads, by our format names."""
-
 ROW_PARALLEL = ("o_proj", "down_proj", "out_proj", "wo", "w2", "c_proj", "dense", "dense_4h_to_h", "fc2")
 """Last names of layers that tensor parallelism cuts along K."""
-
-FUSED = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"), ("w1", "w3"))
-"""Weights that vLLM puts into one layer."""
-
-VOCABULARY_PADDING = 64
 
 SEVENS, EIGHTS = 0x77777777, 0x88888888 - (1 << 32)
 """Words of zero points of a symmetric module, in either convention, as int32."""
@@ -77,7 +65,7 @@ Rule = Callable[[QuantConfig, Inventory, Mapping[str, Module]], Iterator[str]]
 
 def _layout(config: QuantConfig, inventory: Inventory, modules: Mapping[str, Module]) -> Iterator[str]:
     for name, module in modules.items():
-        if module.format not in FORMATS.get(config.method or "", ()):
+        if module.format not in LAYOUTS.get(config.method or "", ()):
             yield f"vLLM does not read {module.format} ({name})"
 
 
@@ -218,7 +206,7 @@ def _head(config: QuantConfig, inventory: Inventory, modules: Mapping[str, Modul
             continue
         if not config.raw.get("lm_head"):
             yield f"its head is packed although its config does not say so ({name})"
-        if module.N % VOCABULARY_PADDING:
+        if module.N % VOCABULARY:
             yield f"vLLM cannot load a packed head whose vocabulary it pads ({module.N})"
 
 
