@@ -232,7 +232,12 @@ def hosts() -> str:
             "engine and server on a CPU, engine on an H200",
             "[vllm.md](docs/vllm.md)",
         ),
-        ("Transformers", found[1], "whole, on a CPU", "below"),
+        (
+            "Transformers",
+            found[1],
+            "whole, on a CPU; its GPU tests, [on an H200](benchmarks/tests-NVIDIA-H200.json)",
+            "below",
+        ),
         (
             "SGLang",
             ".".join(map(str, sglang.TESTED)),
