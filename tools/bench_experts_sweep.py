@@ -75,7 +75,7 @@ def neighbours(s: portable.Sizes) -> Iterator[Layout]:
     for bm in (8, 16, 32, 64, 128):
         if not s.load.rows / 2 <= bm <= max(16, 8 * s.load.rows):
             continue
-        one, two = (tile_choice._tile(s.load, bm, p) for p in (s.first, s.second))
+        one, two = (tile_choice.tile(s.load, bm, p, p is s.first) for p in (s.first, s.second))
         anchor = Layout(one, two, chosen.pairs)
         yield anchor
         for pairs in (0, *inline):

@@ -57,11 +57,9 @@ def test_compiles(arch: str, triton: str) -> None:
             assert line["wgmma" if "kind='wide'" in line["variant"] else "mma.sync"] > 0, line
             assert line["serialized"] == 0, f"wgmma waits for itself: {line}"
             continue
-        # 64 sums a thread beside the words of two blocks: experts of 64 rows keep up to three values on the stack.
-        limited = "Variant(tile=Tile(bm=64, bn=128" in line["variant"] and (line.get("spilled") or 0) <= 3
         # The sort for 512 experts has 8 bytes of stack with Triton 3.9, at 114 of 255 registers: no spill.
         around = 8 if line["kernel"] == "experts around" else 0
-        assert line["stack"] <= (56 if limited and line["kernel"] == "experts" else around), f"spills: {line}"
+        assert line["stack"] <= around, f"spills: {line}"
         if line["kernel"] not in ("matmul", "experts"):
             continue
         used = {kind for kind in ("mma.sync", "wgmma", "tcgen05", "mfma") if line.get(kind)}

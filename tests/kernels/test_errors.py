@@ -42,8 +42,19 @@ def test_bias(prepared: Prepared, device: torch.device) -> None:
     refuse(x, prepared, "bias", "float32", "float16", bias=torch.zeros(48, device=device))
 
 
-def test_weight(prepared: Prepared, device: torch.device) -> None:
-    p, x = prepared, activations(2, 256, F16, device)
+def test_weight(device: torch.device) -> None:
+    """Refused at the first call, and behind a good one of the same shapes, whose plan is kept."""
+    x, s = activations(2, 256, F16, device), sample(CASE, device)
+    names = {"portable", "hopper"} & set(backends(device, F16, s.weight))
+    assert "portable" in names
+    for name in names:
+        p = kernels.prepare(s.weight, dtype=F16, backend=name)
+        _refuse_weights(x, p, device)
+        kernels.linear(x, p)
+        _refuse_weights(x, p, device)
+
+
+def _refuse_weights(x: torch.Tensor, p: Prepared, device: torch.device) -> None:
     strided = torch.zeros(4, 3, 256, dtype=torch.int32, device=device)[:, :, ::2]
     refuse(x, replace(p, qweight=strided), "qweight", "strided", "contiguous")
     refuse(x, replace(p, qweight=p.qweight.long()), "qweight", "int64", "int32")

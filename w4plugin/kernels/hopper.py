@@ -117,10 +117,7 @@ def apply(
     group_size: int,
 ) -> Tensor:
     """x ``[M, K]`` float16 or bfloat16 times a prepared weight -> ``[M, n]``."""
-    key = (
-        x.shape, x.dtype, x.device, qweight.shape, scales.shape, scales.dtype, n, group_size, zeros is None,
-        None if g_idx is None else g_idx.shape, counters is None, bias is None,
-    )  # fmt: skip
+    key = portable.key_of(x, qweight, scales, zeros, g_idx, counters, bias, n, group_size)
     plan = _plans.get(key)
     if plan is None:
         portable._check(x, qweight, scales, zeros, g_idx, n, group_size)

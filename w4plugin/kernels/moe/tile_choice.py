@@ -63,7 +63,7 @@ def choose(load: Load, first: Problem, second: Problem) -> Layout:
     when the number of tokens changes, which changes the last bit of a sum.
     """
     bm = _rows(load, first.arch)
-    return Layout(_tile(load, bm, first), _tile(load, bm, second), _pairs(load))
+    return Layout(tile(load, bm, first, True), tile(load, bm, second, False), _pairs(load))
 
 
 def _pairs(load: Load) -> int:
@@ -80,7 +80,8 @@ def _rows(load: Load, arch: str) -> int:
     return next((bm for bm, most in ((32, 40), (64, 96)) if load.rows <= most), 128)
 
 
-def _tile(load: Load, bm: int, p: Problem) -> Tile:
+def tile(load: Load, bm: int, p: Problem, first: bool) -> Tile:
+    """The tile of one of the two products for ``bm`` rows of x."""
     p = replace(p, m=bm)
     cuda = p.arch.startswith("sm_")
     blocks = -(-p.k // 64)
@@ -90,21 +91,21 @@ def _tile(load: Load, bm: int, p: Problem) -> Tile:
         return load.pairs / load.rows * -(-p.n // columns) / p.sms
 
     if bm <= 16 and cuda:
-        tile = Tile(bm, 64, 2, 1, 4, 3, True, pdl=True)
+        found = Tile(bm, 64, 2, 1, 4, 3, True, pdl=True)
         if programs(64) < 6:  # too few to fill it: fewer columns, and warps share K
             warps, unroll = _parts(blocks, programs(32) >= 4)
-            tile = Tile(bm, 32, unroll, 1, warps, 3, True, k_warps=warps, pdl=True)
+            found = Tile(bm, 32, unroll, 1, warps, 3, True, k_warps=warps, pdl=True)
     elif bm <= 16:
-        tile = Tile(16, 64, 2, 1, 4, 3, True)
+        found = Tile(16, 64, 2, 1, 4, 3, True)
     elif bm == 32:
-        tile = Tile(32, 128, 2, 1, 4, 3, True, pdl=True)
+        found = Tile(32, 128, 2, 1, 4, 3, True, pdl=True)
     elif tiles.asynchronous(p.arch):
-        tile = Tile(bm, 128, 2, 1, 8, 3, True, pdl=True)
-        if bm == 64:
-            tile = Tile(64, 128 if programs(128) >= 6 else 64, 2, 1, 4, 3, True, pdl=True)
+        found = Tile(bm, 128, 2, 1, 8, 3, True, pdl=True)
+        if bm == 64:  # the second product's weights of tokens leave no registers for 128 columns
+            found = Tile(64, 128 if first and programs(128) >= 6 else 64, 2, 1, 4, 3, True, pdl=True)
     else:
-        tile = Tile(64, 128, 1, 1, 4, 4, False) if bm == 64 else Tile(128, 128, 1, 1, 8, 4, False)
-    return replace(tiles.fit(tile, p), split=1)
+        found = Tile(64, 128, 1, 1, 4, 4, False) if bm == 64 else Tile(128, 128, 1, 1, 8, 4, False)
+    return replace(tiles.fit(found, p), split=1)
 
 
 def chunk(pairs: int) -> int:
