@@ -57,8 +57,8 @@ def test_compiles(arch: str, triton: str) -> None:
             assert line["wgmma" if "kind='wide'" in line["variant"] else "mma.sync"] > 0, line
             assert line["serialized"] == 0, f"wgmma waits for itself: {line}"
             continue
-        # The sort for 512 experts has 8 bytes of stack with Triton 3.9, at 114 of 255 registers: no spill.
-        around = 8 if line["kernel"] == "experts around" else 0
+        # The sort for 512 experts has 16 bytes of stack with Triton 3.9, at 64 of 255 registers: no spill.
+        around = 16 if line["kernel"] == "experts around" else 0
         assert line["stack"] <= around, f"spills: {line}"
         if line["kernel"] not in ("matmul", "experts"):
             continue
