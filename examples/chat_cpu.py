@@ -22,8 +22,11 @@ def main(model_name: str, max_new_tokens: int = 256) -> None:
     while True:
         try:
             said = input("> ")
-        except EOFError:
+        except (EOFError, KeyboardInterrupt):
+            print()
             return
+        if not said.strip():  # nothing to go on with
+            continue
         messages.append({"role": "user", "content": said})
         if tokenizer.chat_template:
             inputs = tokenizer.apply_chat_template(

@@ -14,15 +14,16 @@ EXAMPLE = Path(__file__).parents[3] / "examples" / "chat_cpu.py"
 def test_two_turns() -> None:
     done = subprocess.run(
         [sys.executable, str(EXAMPLE), str(TINY)],
-        input="the cat\nthe dog\n",
+        input="the cat\n\n \nthe dog\n",
         capture_output=True,
         text=True,
         timeout=300,
         check=True,
     )
-    answers = done.stdout.split("> ")
-    assert len(answers) == 4
-    assert all(answer.strip() for answer in answers[1:3])
+    _, first, *empty, second, end = done.stdout.split("> ")
+    assert first.strip()
+    assert second.strip()
+    assert [line.strip() for line in (*empty, end)] == ["", "", ""], "a line of nothing is asked for again"
 
 
 def test_usage() -> None:
