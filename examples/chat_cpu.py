@@ -12,11 +12,15 @@ import torch
 from transformers import AutoTokenizer, TextStreamer
 
 import w4plugin.runtime.transformers as w4
+from w4plugin.errors import W4Error
 
 
 def main(model_name: str, max_new_tokens: int = 256) -> None:
+    try:
+        model = w4.from_pretrained(model_name, dtype=torch.bfloat16, device_map="cpu")
+    except W4Error as error:
+        raise SystemExit(str(error)) from error
     tokenizer = AutoTokenizer.from_pretrained(model_name)
-    model = w4.from_pretrained(model_name, dtype=torch.bfloat16, device_map="cpu")
     streamer = TextStreamer(tokenizer, skip_prompt=True, skip_special_tokens=True)
     messages: list[dict[str, str]] = []
     while True:

@@ -17,10 +17,11 @@ from tests.checkpoint import models
 from tests.formats import samples
 from tests.formats.samples import truth
 from w4plugin.checkpoint.output import Request
+from w4plugin.checkpoint.quantize import quantize
 from w4plugin.checkpoint.repack import repack
 from w4plugin.checkpoint.staging import REPORT, Staging
 from w4plugin.checkpoint.verify import verify
-from w4plugin.errors import CorruptError, UnsupportedError, UsageError
+from w4plugin.errors import CorruptError, UnsupportedError, UsageError, W4Error
 from w4plugin.formats import registry
 
 PURE = [p for p in models.REAL if p.name not in models.MIXED]
@@ -325,3 +326,12 @@ def test_a_source_that_changes_while_it_is_read(tmp_path: Path) -> None:
     save_file(load_file(source / "model.safetensors"), source / "model.safetensors")
     with pytest.raises(StorageError, match="changed while it was read"):
         repack(opened, tmp_path / "out")
+
+
+@pytest.mark.parametrize(("to", "words"), [("gguf", "got 'gguf'"), ("awq-gemv", "can only be read")])
+def test_a_target_that_nobody_writes_is_refused_first(to: str, words: str, tmp_path: Path) -> None:
+    """Before the model is opened, whatever else is wrong."""
+    for command in (repack, quantize):
+        with pytest.raises(W4Error, match=words) as error:
+            command(tmp_path / "nothing", tmp_path / "out", to=to)
+        assert "gptq_v2 | " in error.value.wanted

@@ -133,8 +133,9 @@ def test_read_only_formats_name_the_writers() -> None:
 
 
 def test_unknown_format() -> None:
-    with pytest.raises(UsageError, match="gptq_v2"):
+    with pytest.raises(UsageError, match="gptq_v2") as error:
         write_module("gguf", weight(truth(8)))
+    assert "awq-gemv" not in error.value.wanted, "only what can be written"
 
 
 def test_unused_nibbles_of_the_last_word_are_zero() -> None:

@@ -65,9 +65,10 @@ def quantize(
         The report; see ``report.schema.json``.
 
     Raises:
-        UsageError: no layer fits.
+        UsageError: no format is called ``to``, or no layer fits.
         UnsupportedError: the checkpoint is quantised already, or a layer's shape does not allow it.
     """
+    registry.writer(to)
     checkpoint = model if isinstance(model, Checkpoint) else Checkpoint.open(model)
     request = out if isinstance(out, Request) else Request(Path(out))
     census = checkpoint.census

@@ -63,9 +63,11 @@ def repack(
         The report; see ``report.schema.json``.
 
     Raises:
-        UnsupportedError: a layer that the target, or this project, cannot hold.
+        UsageError: no format is called ``to``.
+        UnsupportedError: a layer that the target, or this project, cannot hold, or a target that can only be read.
         W4Error: of reading or writing.
     """
+    registry.writer(to)
     checkpoint = model if isinstance(model, Checkpoint) else Checkpoint.open(model)
     request = out if isinstance(out, Request) else Request(Path(out))
     census, selected = checkpoint.census, Selection(include, exclude)

@@ -234,7 +234,7 @@ def write_module(format_name: str, weight: W4Tensor) -> dict[str, Tensor]:
     Raises:
         UnsupportedError: the format cannot hold this weight without a loss, or can only be read.
     """
-    return _writer(format_name).write(weight)  # type: ignore[misc]
+    return writer(format_name).write(weight)  # type: ignore[misc]
 
 
 def quantization_config(format_name: str, layers: Sequence[Layer], plain: Sequence[str] = ()) -> dict[str, Any]:
@@ -250,12 +250,21 @@ def quantization_config(format_name: str, layers: Sequence[Layer], plain: Sequen
     """
     if not layers:
         raise UsageError(format_name, got="no layers", wanted="at least one packed layer")
-    return _writer(format_name).config(layers, plain)  # type: ignore[misc]
+    return writer(format_name).config(layers, plain)  # type: ignore[misc]
 
 
-def _writer(format_name: str) -> Format:
-    chosen = get(format_name)
+def writer(format_name: str) -> Format:
+    """The format of that name, which can be written.
+
+    Raises:
+        UsageError: there is none.
+        UnsupportedError: it can only be read.
+    """
+    known = formats()
+    names = " | ".join(f.name for f in known.values() if f.write is not None)
+    if format_name not in known:
+        raise UsageError("format", got=repr(format_name), wanted=names)
+    chosen = known[format_name]
     if chosen.write is None or chosen.config is None:
-        names = " | ".join(f.name for f in formats().values() if f.write is not None)
         raise UnsupportedError(format_name, got="a format that can only be read", wanted=names)
     return chosen

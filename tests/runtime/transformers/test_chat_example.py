@@ -26,6 +26,15 @@ def test_two_turns() -> None:
     assert [line.strip() for line in (*empty, end)] == ["", "", ""], "a line of nothing is asked for again"
 
 
+def test_no_such_model() -> None:
+    done = subprocess.run(
+        [sys.executable, str(EXAMPLE), "/nowhere"], capture_output=True, text=True, timeout=300, check=False
+    )
+    assert done.returncode == 1
+    assert done.stderr.strip().splitlines()[-1].startswith("/nowhere: got nothing there; wanted a folder")
+    assert "Traceback" not in done.stderr
+
+
 def test_usage() -> None:
     done = subprocess.run([sys.executable, str(EXAMPLE)], capture_output=True, text=True, timeout=300, check=False)
     assert done.returncode == 1
