@@ -238,10 +238,9 @@ def _env(result: Result, verbose: bool) -> list[str]:
     lines = table(("package", "version"), [(k, v or "not installed") for k, v in result["packages"].items()])
     for device in result["devices"]:
         lines += ["", f"  {device['device']} ({device['arch']})"]
-        lines += table(
-            ("backend", "runs here"),
-            [(name, "yes" if reason is None else f"no: {reason}") for name, reason in device["backends"].items()],
-        )
+        for kind, head in (("backends", "backend"), ("experts", "of experts")):
+            rows = [(name, "yes" if reason is None else f"no: {reason}") for name, reason in device[kind].items()]
+            lines += table((head, "runs here"), rows)
     return lines
 
 

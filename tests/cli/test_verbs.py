@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 import tomllib
@@ -223,7 +224,10 @@ def test_formats_and_env(w4: W4) -> None:
     assert "gptq: written without zero points of 0" in w4("formats", "-v").out
     shown = w4("env").out
     assert "cpu (cpu)" in shown
-    assert "plain" in shown
+    linear, experts = shown.split("of experts")[:2]
+    for table in (linear, experts):
+        assert re.search(r"^  plain +yes$", table, re.MULTILINE)
+        assert re.search(r"^  portable +no: no Triton kernels for cpu$", table, re.MULTILINE)
 
 
 @pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])

@@ -47,7 +47,7 @@ def _environment() -> dict[str, Any]:
     import torch
 
     from w4plugin import __version__
-    from w4plugin.kernels import registry
+    from w4plugin.kernels import experts_reasons, registry
     from w4plugin.kernels.device import target
 
     versions: dict[str, str | None] = {"w4plugin": __version__, "python": platform.python_version()}
@@ -60,8 +60,8 @@ def _environment() -> dict[str, Any]:
     devices = []
     for name in names:
         where = target(name, torch.float16)
-        backends = registry.reasons(where)
-        devices.append({"device": name, "arch": where.arch, "backends": backends})
+        backends, experts = registry.reasons(where), experts_reasons(where)
+        devices.append({"device": name, "arch": where.arch, "backends": backends, "experts": experts})
     return {"command": "env", "packages": versions, "devices": devices}
 
 
