@@ -117,7 +117,7 @@ def apply(
     group_size: int,
 ) -> Tensor:
     """x ``[M, K]`` float16 or bfloat16 times a prepared weight -> ``[M, n]``."""
-    key = portable.key_of(x, qweight, scales, zeros, g_idx, counters, bias, n, group_size)
+    key = portable.key_of(x, (qweight, scales, zeros, g_idx), n, group_size, counters is None, bias is None)
     plan = _plans.get(key)
     if plan is None:
         portable._check(x, qweight, scales, zeros, g_idx, n, group_size)

@@ -148,7 +148,7 @@ def apply(
     group_size: int,
 ) -> Tensor:
     """x ``[M, K]`` float16 or bfloat16 times a prepared weight -> ``[M, n]``."""
-    key = key_of(x, qweight, scales, zeros, g_idx, counters, bias, n, group_size)
+    key = key_of(x, (qweight, scales, zeros, g_idx), n, group_size, counters is None, bias is None)
     plan = _plans.get(key)
     if plan is None:
         _check(x, qweight, scales, zeros, g_idx, n, group_size)
@@ -160,26 +160,13 @@ def apply(
     return multiply(plan, x, qweight, scales, zeros, g_idx, counters, bias, group_size)
 
 
-def key_of(
-    x: Tensor,
-    qweight: Tensor,
-    scales: Tensor,
-    zeros: Tensor | None,
-    g_idx: Tensor | None,
-    counters: Tensor | None,
-    bias: Tensor | None,
-    n: int,
-    group_size: int,
-) -> tuple[Any, ...]:
-    """All that a plan depends on, and all that :func:`_check` looks at: it is asked once for a key."""
-    return (
-        x.shape, x.dtype, x.device, n, group_size, counters is None, bias is None, _seen(qweight), _seen(scales),
-        None if zeros is None else _seen(zeros), None if g_idx is None else _seen(g_idx),
-    )  # fmt: skip
+def key_of(x: Tensor, weight: tuple[Tensor | None, ...], *rest: Any) -> tuple[Any, ...]:
+    """What a plan depends on: x, (qweight, scales, zeros, g_idx) and what else the call holds.
 
-
-def _seen(t: Tensor) -> tuple[Any, ...]:
-    return t.shape, t.dtype, t.device, t.is_contiguous()
+    All that :func:`_check` looks at is in it, since that is asked once for a key.
+    """
+    held = [None if t is None else (t.shape, t.dtype, t.device, t.is_contiguous()) for t in weight]
+    return (x.shape, x.dtype, x.device, *rest, *held)
 
 
 def problem(x: Tensor, scales: Tensor, g_idx: Tensor | None, n: int, group_size: int) -> Problem:

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -24,14 +25,8 @@ def columns(layer: Any, loader: Callable[..., None], n_layer: int, n: int, shard
     """
     from vllm.model_executor.parameter import ChannelQuantScaleParameter
 
-    def ask(rank: int) -> Tensor:
-        with _as_rank(layer, rank):
-            with torch.device("cpu"):
-                probe = ChannelQuantScaleParameter(
-                    data=torch.zeros(n_layer, dtype=torch.int64), output_dim=0, weight_loader=loader
-                )
-            return _filled(probe, layer, loader, torch.arange(1, n + 1, device="cpu"), shard_id)
-
+    probe = functools.partial(ChannelQuantScaleParameter, output_dim=0, weight_loader=loader)
+    ask = functools.partial(_filled, layer, loader, probe, n_layer, n, shard_id)
     fits = f"the {n_layer} columns that the architecture has here on each of {layer.tp_size} ranks"
     return Columns.of(on_all_ranks(ask, _rank(layer), layer.tp_size, n, f"N = {n}", fits, where), shard_id)
 
@@ -44,14 +39,8 @@ def rows(layer: Any, loader: Callable[..., None], k_layer: int, k: int, where: s
     """
     from vllm.model_executor.parameter import RowvLLMParameter
 
-    def ask(rank: int) -> Tensor:
-        with _as_rank(layer, rank):
-            with torch.device("cpu"):
-                probe = RowvLLMParameter(
-                    data=torch.zeros(k_layer, dtype=torch.int64), input_dim=0, weight_loader=loader
-                )
-            return _filled(probe, layer, loader, torch.arange(1, k + 1, device="cpu"), None)
-
+    probe = functools.partial(RowvLLMParameter, input_dim=0, weight_loader=loader)
+    ask = functools.partial(_filled, layer, loader, probe, k_layer, k, None)
     fits = f"the {k_layer} rows that the architecture has here on each of {layer.tp_size} ranks"
     mine = on_all_ranks(ask, _rank(layer), layer.tp_size, k, f"K = {k}", fits, where)
     start, stop = int(mine[0]) - 1, int(mine[-1])
@@ -68,9 +57,22 @@ def _rank(layer: Any) -> int:
     return get_tensor_model_parallel_rank() if rank is None else rank
 
 
-def _filled(probe: Any, layer: Any, loader: Callable[..., None], indices: Tensor, shard_id: ShardId) -> Tensor:
-    probe.tp_rank, probe.tp_size = _rank(layer), layer.tp_size
-    loader(probe, indices) if shard_id is None else loader(probe, indices, shard_id)
+def _filled(
+    layer: Any,
+    loader: Callable[..., None],
+    make: Callable[..., Any],
+    held: int,
+    count: int,
+    shard_id: ShardId,
+    rank: int,
+) -> Tensor:
+    """Which of the indices 1..``count`` arrives in each of the ``held`` places of a rank, 0 for none."""
+    with _as_rank(layer, rank):
+        with torch.device("cpu"):
+            probe = make(data=torch.zeros(held, dtype=torch.int64))
+            indices = torch.arange(1, count + 1)
+        probe.tp_rank, probe.tp_size = _rank(layer), layer.tp_size
+        loader(probe, indices) if shard_id is None else loader(probe, indices, shard_id)
     return probe.data
 
 
