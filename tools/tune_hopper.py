@@ -47,8 +47,8 @@ def variants(m: int) -> list[Tile]:
                 ):
                     out.append(Tile("narrow", bm, bn, depth, stages, warps, min(registers, 168), resident, True, 16))
     if m >= 16:
-        # up to 512 rows every M of a bucket makes as many tiles, so a row has the same bits in all of them
-        least = m // 2 if m <= 512 else 128
+        # up to 256 rows every M of a bucket makes as many tiles, so a row has the same bits in all of them
+        least = m // 2 if m <= 256 else 128
         rows = [b for b in (16, 32, 64, 128, 256) if b >= least and b < 2 * max(m, 16)]
         for bm, bn, warps, on_sum, depth in itertools.product(rows, [64, 128, 256], [4, 8], [True, False], [2, 4]):
             sums = bm * bn // (32 * warps)
@@ -78,6 +78,7 @@ def programs(tile: Tile, p: Problem) -> list[int]:
     found = {slots, p.sms, *(tiles * share for share in (1, 2, 3, 4, 6, 8) if tiles * share <= slots)}
     if tiles <= 2 * slots:
         found.add(tiles)
+    found.update(n for n in range(slots * 3 // 4, slots) if tiles % n == 0)  # waves of whole tiles, nothing shared
     return sorted(n for n in found if n <= min(most, total) and n >= min(p.sms, tiles) // 2)
 
 

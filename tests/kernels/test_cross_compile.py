@@ -56,6 +56,7 @@ def test_compiles(arch: str, triton: str) -> None:
             assert line["stack"] <= (312 if largest else 40), f"spills: {line}"
             assert line["wgmma" if "kind='wide'" in line["variant"] else "mma.sync"] > 0, line
             assert line["serialized"] == 0, f"wgmma waits for itself: {line}"
+            assert line["hazards"] == 0, f"a product in flight loses registers: {line}"
             continue
         # The sort for 512 experts has 16 bytes of stack with Triton 3.9, at 64 of 255 registers: no spill.
         around = 16 if line["kernel"] == "experts around" else 0

@@ -1,8 +1,9 @@
 """Stages of shared memory handed back and forth between the warps of a Hopper kernel: on the device alone.
 
 The tiles have the fewest stages and most programs that fit, and shapes that keep the loader at the heels of the warps
-that multiply. An arrival that overtook a load from shared memory showed here as some columns of some tiles in every
-run of the first, and in one run of ten of the second.
+that multiply; some with whole waves of tiles and a rest, some (1024 x 16896: 1056 tiles, eight waves) with waves alone,
+some with the rest alone. An arrival that overtook a load from shared memory showed here as some columns of some tiles
+in every run of the first, and in one run of ten of the second.
 """
 
 from __future__ import annotations
@@ -21,6 +22,11 @@ TILES = [
     (4096, 28672, 512, Tile("wide", 128, 64, 2, 3, 4, 128, 2, True, 12)),
     (8192, 57344, 64, Tile("wide", 64, 64, 2, 4, 4, 80, 2, True, 12)),
     (4096, 28672, 1024, Tile("wide", 256, 128, 4, 3, 8, 168, 1, False, 12)),
+    (4096, 28672, 384, Tile("wide", 128, 256, 4, 2, 8, 168, 1, False, 12)),
+    (8192, 57344, 2048, Tile("wide", 128, 256, 4, 4, 8, 168, 1, False, 12)),
+    (1024, 16896, 1024, Tile("wide", 128, 128, 2, 3, 8, 168, 1, False, 12)),
+    (28672, 8192, 100, Tile("wide", 128, 64, 4, 4, 4, 168, 1, False, 12)),
+    (4096, 4096, 3000, Tile("wide", 256, 64, 2, 2, 4, 168, 1, False, 12)),
     (8192, 57344, 8, Tile("narrow", 8, 64, 4, 2, 4, 80, 3, True, 12)),
     (4096, 28672, 8, Tile("narrow", 8, 64, 1, 3, 4, 80, 3, True, 12)),
 ]

@@ -139,8 +139,10 @@ def make_plan(tile: Tile | None, p: Problem, scale_dtype: torch.dtype, asym: boo
     groups, chunks_a_group = _groups(p.group)
     steps = hopper_tiles.steps(tile, p)
     tiles_m = -(-p.m // tile.bm)
-    total = -(-p.n // tile.bn) * tiles_m * steps
-    programs = min(hopper_tiles.programs(tile, p), total)
+    tiles = -(-p.n // tile.bn) * tiles_m
+    programs = min(hopper_tiles.programs(tile, p), tiles * steps)
+    waves = hopper_tiles.waves(tiles, programs)
+    total = (tiles - waves * programs) * steps
     flat = gl.NVMMASharedLayout(swizzle_byte_width=0, element_bitwidth=8 * scale_dtype.itemsize, rank=1)
     bytes_ = gl.NVMMASharedLayout(swizzle_byte_width=0, element_bitwidth=8, rank=1)
     layouts = (
@@ -153,7 +155,7 @@ def make_plan(tile: Tile | None, p: Problem, scale_dtype: torch.dtype, asym: boo
         tile=tile,
         kernel=kernels.narrow_kernel if tile.kind == "narrow" else kernels.wide_kernel,
         grid=(programs, 1, 1),
-        sizes=(p.m, p.n, -(-p.n // COLUMNS), steps, total, tiles_m, chunks_a_group),
+        sizes=(p.m, p.n, -(-p.n // COLUMNS), steps, total, waves, tiles_m, chunks_a_group),
         constants=(
             tile.bm,
             tile.bn,

@@ -64,14 +64,14 @@ def wait_to_be_told(i_barrier, threads):
 
 
 @gluon.jit
-def messenger(full, total, WARPS: gl.constexpr, STAGES: gl.constexpr):
+def messenger(full, steps, total, waves, WARPS: gl.constexpr, STAGES: gl.constexpr):
     """One warp: tells each warpgroup when a stage has arrived."""
     pid = gl.program_id(0)
-    first = pid * total // gl.num_programs(0)
-    last = (pid + 1) * total // gl.num_programs(0)
+    begin = pid * total // gl.num_programs(0)
+    count = waves * steps + (pid + 1) * total // gl.num_programs(0) - begin
     i_stage = 0
     phase = 0
-    for _ in range(first, last):
+    for _ in range(count):
         mbarrier.wait(full.index(i_stage), phase)
         for g in gl.static_range(WARPS // 4):
             tell(FIRST_BARRIER + i_stage * (WARPS // 4) + g, 160)

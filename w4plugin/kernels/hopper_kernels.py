@@ -6,10 +6,11 @@ Both compute out^T = W^T x^T, so that W^T, unpacked in registers, is the left op
 written anywhere. Words come in the fragment order of :mod:`.fragments`: what one lane reads is what it multiplies.
 
 One warp keeps STAGES stages of words, scales, zeros and x on their way by TMA, one says when a stage has arrived; the
-other warps unpack and multiply. A
-program walks the share ``pid * T / P .. (pid + 1) * T / P`` of the T = tiles x steps of the product (stream-K), so any
-shape fills the device evenly. A tile that several programs share is summed in the order of those programs, by whichever
-arrives last: the same bits every time.
+other warps unpack and multiply. Each of the P programs takes a whole tile of each of the first ``waves`` times P tiles:
+programs that run together then read the same rows of x and columns of W, from the L2. Of the T steps of the tiles
+that are left it walks the share ``pid * T / P .. (pid + 1) * T / P`` (stream-K), so any shape fills the device evenly.
+A tile that several programs share is summed in the order of those programs, by whichever arrives last: the same bits
+every time.
 
 ``narrow_kernel`` multiplies with mma.sync (few rows of x), ``wide_kernel`` with wgmma. A chunk is 128 rows of W: two
 blocks of 64. Units of a stage: UNROLL chunks.
@@ -55,13 +56,54 @@ def fence_device():
     gl.inline_asm_elementwise("fence.acq_rel.gpu; mov.u32 $0, 0;", "=r", [], dtype=gl.int32, is_pure=False, pack=1)
 
 
-# ------------------------------------------------------------------------------------------------------- loading
+@gluon.jit
+def wait_for_product_before():
+    """Until only the product issued last is in flight.
+
+    Gluon's own wait hands the sums through, and ptxas takes that for a change of them: it then lets no product fly
+    across it (C7514). This one names no register, so nothing may read the sums before Gluon's wait for all.
+    """
+    gl.inline_asm_elementwise(
+        "wgmma.wait_group.sync.aligned 1; mov.u32 $0, 0;", "=r", [], dtype=gl.int32, is_pure=False, pack=1
+    )
+
+
+# -------------------------------------------------------------------------------------------------------- shares
 
 
 @gluon.jit
-def next_step(i_tile, i_step, steps):
-    last = i_step + 1 == steps
-    return gl.where(last, i_tile + 1, i_tile), gl.where(last, 0, i_step + 1)
+def first_step(begin, steps, waves):
+    """Tile and step of K with which a program starts, where its share of the tiles that are shared starts at step
+    ``begin`` of those."""
+    return gl.where(waves > 0, gl.program_id(0), begin // steps), gl.where(waves > 0, 0, begin % steps)
+
+
+@gluon.jit
+def next_step(i_tile, i_step, begin, steps, waves):
+    """Those after a step."""
+    programs = gl.num_programs(0)
+    whole = waves * programs
+    n_tile = i_tile + gl.where(i_tile < whole, programs, 1)
+    crosses = (i_tile < whole) & (n_tile >= whole)
+    n_tile = gl.where(crosses, whole + begin // steps, n_tile)
+    n_step = gl.where(crosses, begin % steps, 0)
+    ends = i_step + 1 == steps
+    return gl.where(ends, n_tile, i_tile), gl.where(ends, n_step, i_step + 1)
+
+
+@gluon.jit
+def visit(i, first, last, steps, waves):
+    """The ``i``-th tile of a program: which, which of those that are shared, and the program's steps for it."""
+    programs = gl.num_programs(0)
+    i_shared = first // steps + i - waves
+    i_tile = gl.where(i < waves, gl.program_id(0) + i * programs, waves * programs + i_shared)
+    before = waves * steps - first
+    begin = gl.where(i < waves, i * steps, before + gl.maximum(first, i_shared * steps))
+    end = gl.where(i < waves, (i + 1) * steps, before + gl.minimum(last, (i_shared + 1) * steps))
+    return i_tile, i_shared, begin, end
+
+
+# ------------------------------------------------------------------------------------------------------- loading
 
 
 @gluon.jit
@@ -86,7 +128,7 @@ def load_weight(
 
 @gluon.jit
 def loader(
-    x, words, scales, zeros, s_words, s_x, s_scales, s_zeros, full, N, blocks_n, steps, total, tiles_m,
+    x, words, scales, zeros, s_words, s_x, s_scales, s_zeros, full, N, blocks_n, steps, total, waves, tiles_m,
     CHUNKS_A_GROUP, BM: gl.constexpr, BN: gl.constexpr, UNROLL: gl.constexpr, STAGES: gl.constexpr,
     WARPS: gl.constexpr, GROUPS: gl.constexpr, ASYM: gl.constexpr, OVERLAP: gl.constexpr,
 ):  # fmt: skip
@@ -94,28 +136,26 @@ def loader(
     SCALE_BYTES: gl.constexpr = BN * scales.dtype.primitive_bitwidth // 8 + (zeros.block_shape[0] if ASYM else 0)
     BYTES: gl.constexpr = UNROLL * (BN * 64 + BM * 256 + GROUPS * SCALE_BYTES)
     pid = gl.program_id(0)
-    first = pid * total // gl.num_programs(0)
-    last = (pid + 1) * total // gl.num_programs(0)
-    i_tile = first // steps
-    i_step = first % steps
+    begin = pid * total // gl.num_programs(0)
+    count = waves * steps + (pid + 1) * total // gl.num_programs(0) - begin
+    i_tile, i_step = first_step(begin, steps, waves)
     if OVERLAP:
         # the weight is constant: its first stages may fly before the kernel in front, which made x, has finished
         for i in gl.static_range(STAGES):
-            if first + i < last:
+            if i < count:
                 load_weight(
                     words, scales, zeros, full.index(i), s_words, s_scales, s_zeros, i, i_tile // tiles_m, i_step, N,
                     blocks_n, CHUNKS_A_GROUP, BN, UNROLL, GROUPS, ASYM, BYTES,
                 )  # fmt: skip
-                i_tile, i_step = next_step(i_tile, i_step, steps)
+                i_tile, i_step = next_step(i_tile, i_step, begin, steps, waves)
         wait_for_kernel_in_front()
-        i_tile = first // steps
-        i_step = first % steps
+        i_tile, i_step = first_step(begin, steps, waves)
     i_stage = 0
-    for i in range(first, last):
+    for i in range(count):
         ready = full.index(i_stage)
-        if i - first >= STAGES:
+        if i >= STAGES:
             wait_to_be_told(FIRST_BARRIER + STAGES * (WARPS // 4) + i_stage, 32 * WARPS + 32)
-        if not OVERLAP or i - first >= STAGES:
+        if not OVERLAP or i >= STAGES:
             load_weight(
                 words, scales, zeros, ready, s_words, s_scales, s_zeros, i_stage, i_tile // tiles_m, i_step, N,
                 blocks_n, CHUNKS_A_GROUP, BN, UNROLL, GROUPS, ASYM, BYTES,
@@ -123,7 +163,7 @@ def loader(
         for b in gl.static_range(2 * UNROLL):
             o_x = [(i_tile % tiles_m) * BM, (i_step * 2 * UNROLL + b) * 64]
             tma_load(x, o_x, ready, s_x.index(i_stage * 2 * UNROLL + b))
-        i_tile, i_step = next_step(i_tile, i_step, steps)
+        i_tile, i_step = next_step(i_tile, i_step, begin, steps, waves)
         i_stage = gl.where(i_stage + 1 == STAGES, 0, i_stage + 1)
 
 
@@ -131,13 +171,19 @@ def loader(
 
 
 @gluon.jit
-def sum_shares(acc, partial, counters, i_tile, steps, total, BN: gl.constexpr, BM: gl.constexpr, LAYOUT: gl.constexpr):
-    """The whole sum of a tile, and whether this program holds it."""
+def sum_shares(
+    acc, partial, counters, i_tile, steps, total, shared, BN: gl.constexpr, BM: gl.constexpr,
+    LAYOUT: gl.constexpr,
+):  # fmt: skip
+    """The whole sum of a tile, of those that are ``shared`` the ``i_tile``-th, and whether this program holds it."""
     pid = gl.program_id(0)
     programs = gl.num_programs(0)
     begin = i_tile * steps
-    first = ((begin + 1) * programs - 1) // total
-    last = ((begin + steps) * programs - 1) // total
+    first = 0
+    last = 0
+    if shared:
+        first = ((begin + 1) * programs - 1) // total
+        last = ((begin + steps) * programs - 1) // total
     whole = True
     if first != last:
         o_rows = gl.arange(0, BN, gl.SliceLayout(1, LAYOUT))[:, None] * BM
@@ -198,7 +244,7 @@ def store_tile(tile, out, i_n, i_m, M, N, BN: gl.constexpr, BM: gl.constexpr, DT
 
 @gluon.jit
 def narrow_worker(
-    s_words, s_x, s_scales, s_zeros, bias, out, partial, counters, M, N, steps, total, tiles_m,
+    s_words, s_x, s_scales, s_zeros, bias, out, partial, counters, M, N, steps, total, waves, tiles_m,
     BM: gl.constexpr, BN: gl.constexpr, UNROLL: gl.constexpr, STAGES: gl.constexpr, WARPS: gl.constexpr,
     GROUPS: gl.constexpr, ASYM: gl.constexpr, BIAS: gl.constexpr, OVERLAP: gl.constexpr,
 ):  # fmt: skip
@@ -210,12 +256,14 @@ def narrow_worker(
     pid = gl.program_id(0)
     first = pid * total // gl.num_programs(0)
     last = (pid + 1) * total // gl.num_programs(0)
+    count = waves * steps + last - first
     i_stage = 0
     if OVERLAP:
         wait_for_kernel_in_front()
-    for i_tile in range(first // steps, (last + steps - 1) // steps):
+    for i_visit in range(waves + (last + steps - 1) // steps - first // steps):
+        i_tile, i_shared, begin, end = visit(i_visit, first, last, steps, waves)
         acc = gl.zeros([BN, BM], gl.float32, MMA)
-        for i_chunk in range(gl.maximum(first, i_tile * steps), gl.minimum(last, (i_tile + 1) * steps)):
+        for i_chunk in range(begin, end):
             wait_for_stage(i_stage, WARPS // 4)
             for i in gl.static_range(UNROLL):
                 unit = i_stage * UNROLL + i
@@ -239,19 +287,20 @@ def narrow_worker(
                             b_scale = s_scales.index(group).load(gl.SliceLayout(1, MMA)).to(gl.float32)
                             acc += dot * b_scale[:, None]
                             dot = gl.zeros([BN, BM], gl.float32, MMA)
-            if i_chunk + STAGES < last:
+            if i_chunk + STAGES < count:
                 release(FIRST_BARRIER + STAGES * (WARPS // 4) + i_stage, 32 * WARPS + 32)
             i_stage = gl.where(i_stage + 1 == STAGES, 0, i_stage + 1)
-        acc, whole = sum_shares(acc, partial, counters, i_tile, steps, total, BN, BM, MMA)
+        acc, whole = sum_shares(acc, partial, counters, i_shared, steps, total, i_visit >= waves, BN, BM, MMA)
         if whole:
             o_n = (i_tile // tiles_m) * BN + gl.arange(0, BN, gl.SliceLayout(1, MMA))
             acc = finish(acc, bias, o_n, N, BIAS, DTYPE, False)
             store_tile(acc, out, (i_tile // tiles_m) * BN, (i_tile % tiles_m) * BM, M, N, BN, BM, DTYPE)
 
 
-@gluon.jit(do_not_specialize=["M", "N", "blocks_n", "steps", "total", "tiles_m", "CHUNKS_A_GROUP"])
+@gluon.jit(do_not_specialize=["M", "N", "blocks_n", "steps", "total", "waves", "tiles_m", "CHUNKS_A_GROUP"])
 def narrow_kernel(
-    x, words, scales, zeros, bias, out, partial, counters, M, N, blocks_n, steps, total, tiles_m, CHUNKS_A_GROUP,
+    x, words, scales, zeros, bias, out, partial, counters, M, N, blocks_n, steps, total, waves, tiles_m,
+    CHUNKS_A_GROUP,
     BM: gl.constexpr, BN: gl.constexpr, UNROLL: gl.constexpr, STAGES: gl.constexpr, WARPS: gl.constexpr,
     GROUPS: gl.constexpr, ASYM: gl.constexpr, BIAS: gl.constexpr, OVERLAP: gl.constexpr,
     SCALED: gl.constexpr,
@@ -271,10 +320,10 @@ def narrow_kernel(
     gl.warp_specialize(
         [
             (narrow_worker, (s_words, s_x, s_scales, s_zeros, bias, out, partial, counters, M, N, steps,
-                             total, tiles_m, BM, BN, UNROLL, STAGES, WARPS, GROUPS, ASYM, BIAS, OVERLAP)),
-            (loader, (x, words, scales, zeros, s_words, s_x, s_scales, s_zeros, full, N, blocks_n, steps, total,
+                             total, waves, tiles_m, BM, BN, UNROLL, STAGES, WARPS, GROUPS, ASYM, BIAS, OVERLAP)),
+            (loader, (x, words, scales, zeros, s_words, s_x, s_scales, s_zeros, full, N, blocks_n, steps, total, waves,
                       tiles_m, CHUNKS_A_GROUP, BM, BN, UNROLL, STAGES, WARPS, GROUPS, ASYM, OVERLAP)),
-            (messenger, (full, total, WARPS, STAGES)),
+            (messenger, (full, steps, total, waves, WARPS, STAGES)),
         ],
         [1, 1],
         [24, 24],
@@ -286,7 +335,7 @@ def narrow_kernel(
 
 @gluon.jit
 def wide_worker(
-    s_words, s_x, s_scales, s_zeros, bias, out, partial, counters, M, N, steps, total, tiles_m,
+    s_words, s_x, s_scales, s_zeros, bias, out, partial, counters, M, N, steps, total, waves, tiles_m,
     BM: gl.constexpr, BN: gl.constexpr, PIECES: gl.constexpr, STAGES: gl.constexpr, WARPS: gl.constexpr,
     GROUPS: gl.constexpr, ASYM: gl.constexpr, BIAS: gl.constexpr, OVERLAP: gl.constexpr,
     SCALED: gl.constexpr,
@@ -301,6 +350,7 @@ def wide_worker(
     pid = gl.program_id(0)
     first = pid * total // gl.num_programs(0)
     last = (pid + 1) * total // gl.num_programs(0)
+    count = waves * steps + last - first
     i_stage = 0
     zero = gl.zeros([BN, BM], gl.float32, MMA)
     if OVERLAP:
@@ -310,23 +360,22 @@ def wide_worker(
     b_second = load_block(s_words.index(1), WORDS, BN)
     b_part = b_first if PIECES == 2 else half_block(b_first, 0, BN)
     b_a = operand(b_part, s_scales.index(0), s_zeros.index(0), BN, HALVES, DTYPE, ASYM, SCALED, LEFT)
-    for i_tile in range(first // steps, (last + steps - 1) // steps):
+    for i_visit in range(waves + (last + steps - 1) // steps - first // steps):
+        i_tile, i_shared, begin, end = visit(i_visit, first, last, steps, waves)
         acc = warpgroup_mma_init(zero) if SCALED else zero
-        for i in range(gl.maximum(first, i_tile * steps), gl.minimum(last, (i_tile + 1) * steps)):
+        for i in range(begin, end):
             n_stage = gl.where(i_stage + 1 == STAGES, 0, i_stage + 1)
             for h in gl.static_range(PIECES):
                 p_x = s_x.index(2 * i_stage + h * 2 // PIECES)
                 if PIECES == 4:
                     p_x = p_x.slice(32 * (h % 2), 32, dim=1)
                 if SCALED:
-                    if h == 0:
-                        # once the products of the chunk before are done, its stage has been read
-                        acc = warpgroup_mma_init(warpgroup_mma_wait(0, deps=[acc]))
-                        if i > first and i + STAGES <= last:
-                            # the products that it waited for were made of everything that was loaded from there
-                            done_with = gl.where(i_stage == 0, STAGES - 1, i_stage - 1)
-                            tell(FIRST_BARRIER + STAGES * (WARPS // 4) + done_with, 32 * WARPS + 32)
                     acc = warpgroup_mma(b_a, p_x.permute((1, 0)), acc, is_async=True)
+                    wait_for_product_before()
+                    if (h == 0) & (i > 0) & (i + STAGES <= count):
+                        # the products that are done were made of everything that was loaded from that stage
+                        done_with = gl.where(i_stage == 0, STAGES - 1, i_stage - 1)
+                        tell(FIRST_BARRIER + STAGES * (WARPS // 4) + done_with, 32 * WARPS + 32)
                 elif h % A_GROUP == 0:
                     dot = warpgroup_mma(
                         b_a, p_x.permute((1, 0)), warpgroup_mma_init(zero), use_acc=False, is_async=True
@@ -336,7 +385,7 @@ def wide_worker(
                 # the operand after this one
                 n = h + 1 if h + 1 < PIECES else 0
                 if n == 0:
-                    if i + 1 < last:
+                    if i + 1 < count:
                         wait_for_stage(n_stage, WARPS // 4)
                     b_first = load_block(s_words.index(2 * n_stage), WORDS, BN)
                     group = n_stage * GROUPS
@@ -354,20 +403,21 @@ def wide_worker(
                 if n == 0:
                     b_second = load_block(s_words.index(2 * n_stage + 1), WORDS, BN)
                 b_a = b_next
-            if not SCALED and i + STAGES < last:
+            if not SCALED and i + STAGES < count:
                 release(FIRST_BARRIER + STAGES * (WARPS // 4) + i_stage, 32 * WARPS + 32)
             i_stage = n_stage
         tile = warpgroup_mma_wait(0, deps=[acc]) if SCALED else acc
-        tile, whole = sum_shares(tile, partial, counters, i_tile, steps, total, BN, BM, MMA)
+        tile, whole = sum_shares(tile, partial, counters, i_shared, steps, total, i_visit >= waves, BN, BM, MMA)
         if whole:
             o_n = (i_tile // tiles_m) * BN + gl.arange(0, BN, gl.SliceLayout(1, MMA))
             tile = finish(tile, bias, o_n, N, BIAS, DTYPE, SCALED)
             store_tile(tile, out, (i_tile // tiles_m) * BN, (i_tile % tiles_m) * BM, M, N, BN, BM, DTYPE)
 
 
-@gluon.jit(do_not_specialize=["M", "blocks_n", "steps", "total", "tiles_m", "CHUNKS_A_GROUP"])
+@gluon.jit(do_not_specialize=["M", "blocks_n", "steps", "total", "waves", "tiles_m", "CHUNKS_A_GROUP"])
 def wide_kernel(
-    x, words, scales, zeros, bias, out, partial, counters, M, N, blocks_n, steps, total, tiles_m, CHUNKS_A_GROUP,
+    x, words, scales, zeros, bias, out, partial, counters, M, N, blocks_n, steps, total, waves, tiles_m,
+    CHUNKS_A_GROUP,
     BM: gl.constexpr, BN: gl.constexpr, PIECES: gl.constexpr, STAGES: gl.constexpr, WARPS: gl.constexpr,
     GROUPS: gl.constexpr, ASYM: gl.constexpr, BIAS: gl.constexpr, OVERLAP: gl.constexpr,
     SCALED: gl.constexpr,
@@ -386,10 +436,10 @@ def wide_kernel(
     gl.warp_specialize(
         [
             (wide_worker, (s_words, s_x, s_scales, s_zeros, bias, out, partial, counters, M, N, steps,
-                           total, tiles_m, BM, BN, PIECES, STAGES, WARPS, GROUPS, ASYM, BIAS, OVERLAP, SCALED)),
-            (loader, (x, words, scales, zeros, s_words, s_x, s_scales, s_zeros, full, N, blocks_n, steps, total,
+                           total, waves, tiles_m, BM, BN, PIECES, STAGES, WARPS, GROUPS, ASYM, BIAS, OVERLAP, SCALED)),
+            (loader, (x, words, scales, zeros, s_words, s_x, s_scales, s_zeros, full, N, blocks_n, steps, total, waves,
                       tiles_m, CHUNKS_A_GROUP, BM, BN, 1, STAGES, WARPS, GROUPS, ASYM, OVERLAP)),
-            (messenger, (full, total, WARPS, STAGES)),
+            (messenger, (full, steps, total, waves, WARPS, STAGES)),
         ],
         [1, 1],
         [24, 24],

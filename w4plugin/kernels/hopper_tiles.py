@@ -3,8 +3,8 @@
 Shapes near one of a table take what ``tools/tune`` measured there. The rule for all others is read off measurements on
 an H200 (benchmarks/LOG.md). What they say, in short: decode likes few deep programs (two a multiprocessor, three stages
 of 512 rows) whose shares of K are whole and long; a program with a ragged share pays for two partial tiles; from 9 to
-128 rows wgmma with the scale on the sum leads, since it unpacks with the fewest instructions; above, only tiles of 256
-rows of x amortise the unpacking.
+64 rows wgmma with the scale on the sum leads, since it unpacks with the fewest instructions; above, products that never
+wait for each other hide the scaling of weights.
 """
 
 from __future__ import annotations
@@ -148,15 +148,21 @@ def _by_rows(p: Problem, narrow_layer: bool) -> Tile | None:
         if _columns(p, 128) >= 96:
             return _wide(64, 128, 4, 4, 128, 2, True)
         return _wide(64, 64, 4, 4, 80, 2, True) if p.k >= 8192 else _wide(64, 64, 6, 4, 128, 1, True)
-    large = _columns(p, 128) >= 96
+    large = _columns(p, 128) >= 160
     if p.m <= 128:
-        return _wide(128, 128, 4, 8, 168, 1, True) if large else _wide(128, 64, 4, 4, 128, 1, True)
+        return _wide(128, 128, 4, 8, 168, 1, False, depth=4) if large else _wide(128, 64, 4, 4, 168, 1, False)
     if p.m >= DENSE_FROM:
         return None
-    if 2 * _columns(p, 128) < 96 and p.m <= 512:  # too few tiles of 128 columns to go round
-        return _wide(128, 64, 4, 4, 128, 1, True) if p.m <= 256 else _wide(256, 64, 3, 4, 168, 1, False, depth=4)
-    if p.m <= 256 and not large:
-        return _wide(128, 128, 4, 8, 168, 1, True)
+    if p.m <= 256 and 2 * _columns(p, 64) <= p.sms:
+        return _wide(128, 64, 4, 4, 168, 1, False)
+    if p.m <= 256 and not large:  # too few tiles of 128 columns to go round
+        return (
+            _wide(256, 64, 3, 4, 168, 1, False, depth=4)
+            if _columns(p, 64) <= p.sms
+            else _wide(128, 128, 4, 8, 168, 1, False, depth=4)
+        )
+    if p.m <= 512 and 2 * _columns(p, 64) <= p.sms:
+        return _wide(256, 64, 3, 4, 168, 1, False, depth=4)
     return _wide(256, 128, 3, 8, 168, 1, False, depth=4)
 
 
@@ -191,6 +197,17 @@ def programs(tile: Tile, p: Problem) -> int:
         share = min(slots // tiles, most)
         if tiles * share >= 0.6 * slots or share == most:
             return tiles * share
-    elif tile.warps == 8 and 1.6 * slots <= tiles <= 2 * slots:
-        return tiles  # two nearly full waves of whole large tiles beat cutting each of them once
+    elif not tile.on_sum:
+        # waves of whole tiles on nearly all of the device beat cutting tiles: fewer multiprocessors clock higher
+        return next((n for n in range(slots, slots * 5 // 6, -1) if tiles % n == 0), slots)
     return min(slots, tiles * steps(tile, p))
+
+
+def waves(tiles: int, programs: int) -> int:
+    """How many whole tiles each program computes before the programs share what is left, step by step.
+
+    What is left is nothing, or more than a tile a program: shorter shares would cut every tile into more parts.
+    """
+    if tiles % programs == 0:
+        return tiles // programs
+    return max(tiles // programs - 1, 0)
