@@ -48,8 +48,9 @@ def variants() -> Iterator[Variant]:
     for kind in ("narrow", "wide"):
         tile = next(t for t in tiles if t.kind == kind and t.on_sum)  # scales of every dtype
         for group in (32, 64, 256, 0):
-            depth = 4 if group == 32 and kind == "wide" else tile.depth
-            yield Variant(replace(tile, depth=depth), group, asym=True)
+            legal = hopper_tiles._legal(tile, Problem(tile.bm, 4096, 4096, group, True, "sm_90", 132))
+            assert legal is not None
+            yield Variant(legal, group, asym=True)
         yield Variant(tile, dtype=torch.bfloat16, scales=torch.float32)
 
 

@@ -99,15 +99,6 @@ def test_whole_shares_where_tiles_are_few() -> None:
     assert hopper_tiles.programs(tile, p) % -(-p.n // tile.bn) == 0
 
 
-def test_a_view_describes_a_weight_without_holding_it() -> None:
-    plan = hopper.Plan(None)
-    words, scales = torch.zeros(2, 3, 128, dtype=torch.int32), torch.ones(1, 48)
-    first = hopper._weight_views(plan, words, scales, None)
-    assert [v.shape for v in first] == [(6, 128), (48,), (48,)]
-    assert hopper._weight_views(plan, words, scales, None) is first
-    assert not any(isinstance(getattr(v, name), torch.Tensor) for v in first for name in v.__slots__)
-
-
 def test_fields_of_a_tile_are_data() -> None:
     tile = hopper_tiles.choose(problem(1, 4096, 4096))
     assert tile is not None

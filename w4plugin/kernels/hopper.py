@@ -6,16 +6,16 @@ rows, or one group; what does not fit is the portable backend's.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from w4plugin.kernels import device, grouping, hopper_tiles, portable
+from w4plugin.kernels import device, grouping, hopper_launch, hopper_tiles, portable
 from w4plugin.kernels.backend import Backend, Prepared, Target
 from w4plugin.kernels.fragments import COLUMNS
+from w4plugin.kernels.hopper_launch import View
 from w4plugin.kernels.hopper_tiles import CHUNK, Tile
 from w4plugin.kernels.tiles import Problem
 from w4plugin.tensor import W4Tensor
@@ -59,22 +59,6 @@ def prepare(w: W4Tensor) -> Prepared:
     return replace(p, backend="hopper", counters=torch.zeros(programs, dtype=torch.int32, device=w.device))
 
 
-class _View:
-    """What Triton's launcher reads of a tensor descriptor; holds no tensor, so it keeps no weight alive."""
-
-    __slots__ = ("address", "padding", "shape", "strides")
-
-    def __init__(self, address: int, shape: tuple[int, ...], strides: tuple[int, ...]) -> None:
-        self.address, self.shape, self.strides, self.padding = address, shape, strides, "zero"
-
-    @property
-    def base(self) -> _View:
-        return self
-
-    def data_ptr(self) -> int:
-        return self.address
-
-
 @dataclass(frozen=True, eq=False)
 class Plan:
     """Everything about a call that stays while shapes, dtypes and the device stay.
@@ -85,9 +69,10 @@ class Plan:
         grid: its programs.
         sizes, constants, options: its arguments after the pointers.
         layouts: of the descriptors of x, words, scales and zeros, with their boxes.
-        share: float32 elements of the partial sums of all programs.
-        views: of words, scales and zeros, by their addresses: a model's layers of one shape share a plan.
-        compiled: the compiled kernel once there is one.
+        share: float32 elements of the partial sums of all programs; 0 where no tile is shared.
+        weights: what a launch takes for words, scales and zeros, by their addresses: a model's layers of one shape
+            share a plan.
+        launch: of the compiled kernel once there is one.
     """
 
     tile: Tile | None
@@ -98,8 +83,8 @@ class Plan:
     options: dict[str, Any] = field(default_factory=dict)
     layouts: tuple[tuple[list[int], Any], ...] = ()
     share: int = 0
-    views: dict[tuple[int, ...], tuple[_View, ...]] = field(default_factory=dict)
-    compiled: list[Callable[..., None]] = field(default_factory=list)
+    weights: dict[tuple[int, ...], tuple[Any, ...]] = field(default_factory=dict)
+    launch: list[hopper_launch.Bound | hopper_launch.Direct] = field(default_factory=list)
 
 
 _plans: dict[tuple[Any, ...], Plan] = {}
@@ -170,7 +155,7 @@ def make_plan(tile: Tile | None, p: Problem, scale_dtype: torch.dtype, asym: boo
         ),
         options={"num_warps": tile.warps, "maxnreg": tile.registers, "launch_pdl": True},
         layouts=layouts,
-        share=2 * programs * tile.bm * tile.bn,
+        share=2 * programs * tile.bm * tile.bn if total else 0,
     )
 
 
@@ -204,50 +189,57 @@ def multiply(
     if plan.tile is None:
         return portable._dense(x, qweight, scales, zeros, None, bias, n, group_size)
     out = x.new_empty((m, n))
-    partial = torch.empty(plan.share, dtype=torch.float32, device=x.device)
-    pointers = (out if bias is None else bias, out, partial, counters)
-    aligned = bias is None or bias.data_ptr() % 16 == 0
-    x_view = _View(x.data_ptr(), (m, k), (x.stride(0) if m > 1 else k, 1))
-    with device.current(x.device):
-        if plan.compiled and aligned:
-            views = _weight_views(plan, qweight, scales, zeros)
-            plan.compiled[0](x_view, *views, *pointers, *plan.sizes, *plan.constants)
+    partial = x.new_empty(plan.share, dtype=torch.float32) if plan.share else None
+    x_view = View(x.data_ptr(), (m, k), (x.stride(0) if m > 1 else k, 1))
+    aligned = bias is None or bias.data_ptr() % 16 == 0  # what a kept kernel was compiled for
+    where = x.device
+    with device.current(where):
+        if aligned and plan.launch and not hopper_launch.watched():
+            launch = plan.launch[0]
+            addresses = (qweight.data_ptr(), scales.data_ptr(), 0 if zeros is None else zeros.data_ptr())
+            weight = plan.weights.get(addresses)
+            if weight is None:
+                if len(plan.weights) > 4096:  # weights that came and went
+                    plan.weights.clear()
+                weight = plan.weights[addresses] = launch.weight(_weight_views(qweight, scales, zeros))
+            pointers = (
+                (out if bias is None else bias).data_ptr(), out.data_ptr(),
+                None if partial is None else partial.data_ptr(), counters.data_ptr(),  # type: ignore[union-attr]
+            )  # fmt: skip
+            launch(where.index, x_view, weight, (*pointers, *plan.sizes, *plan.constants))
             return out
         compiled = plan.kernel[plan.grid](
             *_descriptors(plan, x_view, x, qweight, scales, zeros),
-            *pointers,
+            out if bias is None else bias,
+            out,
+            x.new_empty(1, dtype=torch.float32) if partial is None else partial,
+            counters,
             *plan.sizes,
             *plan.constants,
             **plan.options,
         )
-        if aligned:
-            plan.compiled.append(compiled[plan.grid])  # skips Triton's binding of arguments, most of a call's time
+        if aligned and not plan.launch:
+            # skips Triton's binding of arguments, most of a call's time
+            plan.launch.append(hopper_launch.of(compiled, plan.grid))
     return out
 
 
-def _weight_views(plan: Plan, qweight: Tensor, scales: Tensor, zeros: Tensor | None) -> tuple[_View, ...]:
-    addresses = (qweight.data_ptr(), scales.data_ptr(), 0 if zeros is None else zeros.data_ptr())
-    views = plan.views.get(addresses)
-    if views is None:
-        if len(plan.views) > 4096:  # weights that came and went
-            plan.views.clear()
-        count = scales.numel()
-        views = (
-            _View(addresses[0], (qweight.numel() // 128, 128), (128, 1)),
-            _View(addresses[1], (count,), (1,)),
-            _View(addresses[2] or addresses[1], (count,), (1,)),
-        )
-        plan.views[addresses] = views
-    return views
+def _weight_views(qweight: Tensor, scales: Tensor, zeros: Tensor | None) -> tuple[View, ...]:
+    count = scales.numel()
+    return (
+        View(qweight.data_ptr(), (qweight.numel() // 128, 128), (128, 1)),
+        View(scales.data_ptr(), (count,), (1,)),
+        View((scales if zeros is None else zeros).data_ptr(), (count,), (1,)),
+    )
 
 
 def _descriptors(
-    plan: Plan, x_view: _View, x: Tensor, qweight: Tensor, scales: Tensor, zeros: Tensor | None
+    plan: Plan, x_view: View, x: Tensor, qweight: Tensor, scales: Tensor, zeros: Tensor | None
 ) -> list[Any]:
     """What Triton wants on the first call of a kernel, when it derives the kernel's types."""
     from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-    views = (x_view, *_weight_views(plan, qweight, scales, zeros))
+    views = (x_view, *_weight_views(qweight, scales, zeros))
     tensors = (x, qweight, scales, scales if zeros is None else zeros)
     return [
         TensorDescriptor(t, list(v.shape), list(v.strides), box, layout)

@@ -326,7 +326,7 @@ def narrow_kernel(
             (messenger, (full, steps, total, waves, WARPS, STAGES)),
         ],
         [1, 1],
-        [24, 24],
+        [32 if GROUPS == 4 else 24, 24],  # registers: four groups a chunk are more to ask for
     )  # fmt: skip
 
 
@@ -442,5 +442,5 @@ def wide_kernel(
             (messenger, (full, steps, total, waves, WARPS, STAGES)),
         ],
         [1, 1],
-        [24, 24],
+        [32 if GROUPS == 4 else 24, 24],  # registers: four groups a chunk are more to ask for
     )  # fmt: skip
