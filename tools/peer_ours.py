@@ -1,8 +1,9 @@
 """Our backends as peers of a peerbench run: ``peerbench.py --extra tools/peer_ours.py``.
 
 Each backend of the registry that takes the device is a peer ``w4plugin-<backend>``. ``w4plugin-fused`` and
-``w4plugin-dense`` are the portable backend held to one of its two paths, to show where they cross. A file that
-EXTRA_PEERS names, with its own ``PEERS``, joins the run.
+``w4plugin-dense`` are the portable backend held to one of its two paths, to show where they cross. ``warm-up``, named
+first, wakes the device for a shape's first kernel. A file that EXTRA_PEERS names, with its own ``PEERS``, joins the
+run.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ from __future__ import annotations
 import os
 import runpy
 import sys
+import time
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -79,6 +81,17 @@ def path(dense: bool) -> Factory:
     return make
 
 
+def warm_up(q: Any, args: Any) -> tuple[State, Callable[[State, Tensor], Tensor]]:
+    """Not a kernel: half a second of products, so that a device which idled while weights were made clocks up again."""
+    x = torch.randn(4096, 4096, device="cuda", dtype=q.dtype)
+    end = time.monotonic() + 0.5
+    while time.monotonic() < end:
+        for _ in range(50):
+            x @ x
+        torch.cuda.synchronize()
+    raise RuntimeError("the device is warm")  # how a peer says that there is nothing to time
+
+
 def _fitting() -> dict[str, Factory]:
     where = device.target("cuda", torch.float16)
     names = [b.name for b in kernels.BACKENDS if b is not plain.BACKEND and b.why_not(where, None) is None]
@@ -95,6 +108,7 @@ def _extra() -> dict[str, Factory]:
 
 
 PEERS: dict[str, Factory] = {
+    "warm-up": warm_up,
     **(_fitting() if torch.cuda.is_available() else {}),
     "w4plugin-fused": path(dense=False),
     "w4plugin-dense": path(dense=True),

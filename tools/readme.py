@@ -160,6 +160,14 @@ def geometric(values: Iterable[float]) -> float:
     return math.exp(sum(logs) / len(logs))
 
 
+def by_checkpoint(runs: Iterable[dict[str, Any]]) -> list[bool]:
+    """Whether every run of a checkpoint was equal, one entry a checkpoint."""
+    found: dict[str, bool] = {}
+    for run in runs:
+        found[run["checkpoint"]] = found.get(run["checkpoint"], True) and run["equal"]
+    return list(found.values())
+
+
 def vllm() -> str:
     """vLLM on the same checkpoint: ours against its own kernels."""
     found, equal = results("vllm-NVIDIA-H200"), results("vllm-equality-NVIDIA-H200")
@@ -182,11 +190,13 @@ def vllm() -> str:
         + table(("", "w4plugin", "vLLM's own", "ours is faster by"), rows)
     )
     if equal is not None:
-        one = [r["equal"] for r in equal["checkpoints"] if r["tp"] == 1]
+        one = by_checkpoint(r for r in equal["checkpoints"] if r["tp"] == 1)
+        captured = by_checkpoint(r for r in equal["checkpoints"] if r["tp"] == 1 and r["graphs"])
         more = [r["equal"] for r in equal["checkpoints"] if r["tp"] > 1]
         text += (
             f"\n{sum(one)} of {len(one)} checkpoints of five tools, mixtures of experts among them, generate the "
-            f"greedy tokens of their dequantised copies there, and {sum(more)} of {len(more)} on two GPUs "
+            f"greedy tokens of their dequantised copies there, {sum(captured)} of them under torch.compile and CUDA "
+            f"graphs, and {sum(more)} of {len(more)} on two GPUs "
             "([list](benchmarks/vllm-equality-NVIDIA-H200.json)); CI checks every format on vLLM's CPU engine.\n"
         )
     return text

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from w4plugin.runtime import transfer
-from w4plugin.runtime.transfer import CHUNK, PAGE, Stage, as_bytes, parts, release, staged, to_device
+from w4plugin.runtime.transfer import CHUNK, PAGE, Later, Stage, as_bytes, parts, release, staged, to_device
 
 SMALL = 2 * PAGE
 """Bytes of a buffer here, so that many parts are little data."""
@@ -212,6 +212,80 @@ def test_an_error_of_the_device_is_raised_and_no_thread_reads_on(
     assert at_work.workers is None
     assert at_work.send(noise(SMALL), torch.zeros(SMALL, dtype=torch.uint8))
     at_work.release()
+
+
+@pytest.mark.parametrize("size", [0, 1, SMALL, 4 * SMALL, 5 * SMALL, 61 * SMALL + 17])
+def test_something_else_is_done_once_while_threads_fill(
+    device: Device, monkeypatch: pytest.MonkeyPatch, size: int
+) -> None:
+    """Every thread that has a part waits for the other work to begin: it does not wait for them."""
+    begun, copy, order = threading.Event(), np.copyto, []
+
+    def after(buffer: Any, part: Any) -> None:
+        assert begun.wait(60)
+        copy(buffer, part)
+
+    def other() -> None:
+        order.append("other")
+        begun.set()
+
+    monkeypatch.setattr(np, "copyto", after)
+    at_work = stage(device)
+    source, target = noise(size), torch.zeros(size, dtype=torch.uint8)
+    assert at_work.send(source, target, other)
+    device.synchronize()
+    assert order == ["other"]
+    assert torch.equal(target, source)
+    at_work.release()
+
+
+def test_an_error_of_the_other_work_is_raised_and_the_next_call_works(device: Device) -> None:
+    def broken() -> None:
+        raise ValueError("a scale is not a number")
+
+    at_work = stage(device)
+    source, target = noise(30 * SMALL), torch.zeros(30 * SMALL, dtype=torch.uint8)
+    with pytest.raises(ValueError, match="a scale is not a number"):
+        at_work.send(source, target, broken)
+    assert at_work.workers is None
+    assert at_work.send(source, target)
+    device.synchronize()
+    assert torch.equal(target, source)
+    at_work.release()
+
+
+def test_a_copy_that_waits_for_no_thread_calls_nothing() -> None:
+    calls: list[int] = []
+    to_device(noise(2 * CHUNK), CPU, lambda: calls.append(1))
+    to_device(noise(8), CPU, lambda: calls.append(1))
+    assert not calls
+
+
+def test_a_large_copy_calls_it(played: Device) -> None:
+    calls: list[int] = []
+    to_device(noise(3 * CHUNK), CUDA, lambda: calls.append(1))
+    assert calls == [1]
+
+
+def test_later_keeps_one_thing_and_does_it_once() -> None:
+    later, done = Later(), []
+    later.settle()
+    later.put_off(lambda: done.append("a"))
+    assert not done
+    later.put_off(lambda: done.append("b"))
+    assert done == ["a"]
+    later.settle()
+    later.settle()
+    assert done == ["a", "b"]
+
+    def broken() -> None:
+        raise ValueError("once")
+
+    later.put_off(broken)
+    with pytest.raises(ValueError, match="once"):
+        later.put_off(lambda: done.append("c"))
+    later.settle()
+    assert done == ["a", "b"], "what was broken is not tried again, and nothing was put off behind it"
 
 
 def test_two_threads_at_once(device: Device) -> None:

@@ -101,6 +101,8 @@ def _legal(tile: Tile | None, p: Problem) -> Tile | None:
         tile = None if p.m > 512 else _wide(128, 128, 4, 8, 168, 1, True)
     if tile is not None and tile.kind == "wide" and p.group == 32 and tile.depth != 4:
         tile = replace(tile, depth=4)  # four groups a chunk: a product each
+        if tile.on_sum and tile.warps == 4 and tile.bm * tile.bn > 64 * 64:
+            tile = replace(tile, bn=64, programs=0)  # and the sums of each, for which registers would not do
     while tile is not None and tile.resident * shared_bytes(tile, p) > SHARED:
         tile = replace(tile, stages=tile.stages - 1)
     return tile

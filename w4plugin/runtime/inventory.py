@@ -25,6 +25,7 @@ from w4plugin.runtime import mixture
 from w4plugin.runtime.messages import OTHER_MODEL
 from w4plugin.runtime.mixture import Mixture
 from w4plugin.runtime.part import Kind, Part
+from w4plugin.runtime.transfer import Later
 
 _NUMBER = re.compile(r"\.\d+(?=\.|$)")
 _LAYER = re.compile(r"(?:language_model\.)?(?:model\.)?(?:language_model\.)?layers\.(\d+)\.")
@@ -43,6 +44,7 @@ class Inventory:
         parts: by the host's name, the packed modules and the plain weights.
         biases: checkpoint names of the modules that have a ``bias`` in the file.
         mixed_experts: what becomes of layers whose experts are not all packed, "refuse" or "dequantize".
+        later: of the layers that are being filled, one after the other.
     """
 
     model: str
@@ -53,6 +55,7 @@ class Inventory:
     parts: dict[str, Part] = field(default_factory=dict)
     biases: frozenset[str] = frozenset()
     mixed_experts: str = "refuse"
+    later: Later = field(default_factory=Later, repr=False, compare=False)
 
     @classmethod
     def of(cls, checkpoint: Checkpoint, model: str, revision: str | None, cache: str | None) -> Self:

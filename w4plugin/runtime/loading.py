@@ -1,8 +1,9 @@
 """Filling a layer: tensors of the file in, weights that a kernel can multiply with out; no host is imported.
 
-A host's loader hands over one tensor at a time, whole, in the order of the file. A weight is put on the device, decoded
-and cut to this rank's share as soon as its last tensor is there, and a layer goes into its kernel's order as soon as
-its last weight is there: memory holds what is ready and what is incomplete, never a second copy of the checkpoint.
+A host's loader hands over one tensor at a time, whole, in the order of the file. A weight is put on the device, and is
+decoded and cut to this rank's share while the tensors of the next one are on their way; a layer goes into its kernel's
+order as soon as its last weight is there: memory holds what is ready, one weight that is about to be, and what is
+incomplete, never a second copy of the checkpoint.
 """
 
 from __future__ import annotations
@@ -124,7 +125,8 @@ class Loading(ABC):
         """Take one tensor of the file.
 
         Raises:
-            CorruptError, UnsupportedError: with it a weight is complete that cannot be decoded or does not fit.
+            CorruptError, UnsupportedError: the weight that was complete before, of this layer or another, cannot be
+                decoded or does not fit; the message names it.
         """
         part = self.part(shard_id)
         if suffix not in part.dtypes:
@@ -133,12 +135,16 @@ class Loading(ABC):
         # A copy, since some loaders use the buffer that they hand over again. Most g_idx say nothing (0, 0, .., 1, ..);
         # to see that takes a dozen answers, each of which a device would be asked for and waited for.
         device = torch.device("cpu") if suffix.endswith("g_idx") else self.device
-        tensors[suffix] = to_device(tensor, device)
+        later = self.inventory.later
+        tensors[suffix] = to_device(tensor, device, later.settle)
         if len(tensors) == len(part.dtypes):
             del self.waiting[part.name]
-            self.shares[part.name] = self._share(part, tensors, shard_id)
-            if len(self.shares) == len(self.parts):
-                self._prepare()
+            later.put_off(lambda: self._complete(part, tensors, shard_id))
+
+    def _complete(self, part: Part, tensors: dict[str, Tensor], shard_id: ShardId) -> None:
+        self.shares[part.name] = self._share(part, tensors, shard_id)
+        if len(self.shares) == len(self.parts):
+            self._prepare()
 
     def part(self, shard_id: ShardId) -> Part:
         """The weight meant by a shard id: its place among q, k, v, or its first column in the fused layer."""
@@ -201,7 +207,9 @@ class Loading(ABC):
         Raises:
             CorruptError: a tensor is missing.
             UnsupportedError: the file has a bias for which the architecture has no place.
+            CorruptError, UnsupportedError: the last weight to arrive, of this layer or another, as for :meth:`receive`.
         """
+        self.inventory.later.settle()
         if self.ready is None:
             for part in self.parts:
                 if part.name not in self.shares:

@@ -32,8 +32,30 @@ BUFFERS = 2 * THREADS
 PAGE = 4096
 
 
-def to_device(tensor: Tensor, device: torch.device) -> Tensor:
+@dataclass
+class Later:
+    """One thing to do when the processor next waits for a copy, at the latest before the next one is put off.
+
+    A weight's decoding is some milliseconds of Python, in which the device and the threads that copy would stand still.
+    """
+
+    work: Callable[[], None] | None = None
+
+    def put_off(self, work: Callable[[], None]) -> None:
+        self.settle()
+        self.work = work
+
+    def settle(self) -> None:
+        """Do it now. What it raises comes out here, and it is not tried again."""
+        work, self.work = self.work, None
+        if work is not None:
+            work()
+
+
+def to_device(tensor: Tensor, device: torch.device, meanwhile: Callable[[], None] | None = None) -> Tensor:
     """A copy on ``device``, detached; ``tensor`` may be overwritten once this returns.
+
+    ``meanwhile`` is called where this would wait for threads that copy, and is not where nothing is waited for.
 
     The caller's current stream of ``device`` sees the copy; another stream has to wait for that one. The first large
     tensor for a CUDA device starts threads and pins 32 MiB, which stay until :func:`release`: hosts say of a layer that
@@ -46,7 +68,7 @@ def to_device(tensor: Tensor, device: torch.device) -> Tensor:
         out = torch.empty(tensor.shape, dtype=tensor.dtype, device=device)
         # setdefault is one step to other threads, and a Stage that loses the race owns nothing yet
         stage = _stages.setdefault(torch.cuda.current_device(), Stage(pinned))
-        if not stage.send(as_bytes(tensor), as_bytes(out)):
+        if not stage.send(as_bytes(tensor), as_bytes(out), meanwhile):
             out.copy_(tensor)
     return out
 
@@ -130,18 +152,20 @@ class Stage:
     refused: bool = False
     lock: threading.Lock = field(default_factory=threading.Lock)
 
-    def send(self, source: Tensor, target: Tensor) -> bool:
+    def send(self, source: Tensor, target: Tensor, meanwhile: Callable[[], None] | None = None) -> bool:
         """Copy uint8 ``[bytes]`` to the device; on return all of ``source`` has been read. False: nothing was done.
 
+        ``meanwhile`` is called on this thread, once, when the others have as much to do as there are buffers.
+
         Raises:
-            Exception: what a thread or the device raised; no thread reads ``source`` any more, and the next call starts
-                with threads and buffers of its own.
+            Exception: what a thread, the device or ``meanwhile`` raised; no thread reads ``source`` any more, and the
+                next call starts with threads and buffers of its own.
         """
         with self.lock:
             if not self._started():
                 return False
             try:
-                self._send(source, target)
+                self._send(source, target, meanwhile)
             except BaseException:
                 self._stop()
                 raise
@@ -167,11 +191,14 @@ class Stage:
                 self.workers = ThreadPoolExecutor(self.threads, thread_name_prefix="w4plugin-transfer")
         return not self.refused
 
-    def _send(self, source: Tensor, target: Tensor) -> None:
+    def _send(self, source: Tensor, target: Tensor, meanwhile: Callable[[], None] | None) -> None:
         assert self.workers is not None
         read = source.numpy()
         filling: deque[tuple[Future[None], Buffer, slice]] = deque()
         for part in parts(len(read), self.free[0].memory.numel(), self.threads):
+            if not self.free and meanwhile is not None:
+                meanwhile()
+                meanwhile = None
             while filling and (not self.free or filling[0][0].done()):
                 self._pass_on(filling, target)
             buffer = self.free.popleft()
@@ -179,6 +206,8 @@ class Stage:
             # numpy copies without the GIL, and takes pages' faults there
             filled = self.workers.submit(np.copyto, buffer.memory.numpy()[: part.stop - part.start], read[part])
             filling.append((filled, buffer, part))
+        if meanwhile is not None:
+            meanwhile()
         while filling:
             self._pass_on(filling, target)
 
