@@ -82,7 +82,7 @@ def path(dense: bool) -> Factory:
 
 
 def warm_up(q: Any, args: Any) -> tuple[State, Callable[[State, Tensor], Tensor]]:
-    """Not a kernel: half a second of products, so that a device which idled while weights were made clocks up again."""
+    """Not a kernel: half a second of products, for a device that may have idled while weights were made."""
     x = torch.randn(4096, 4096, device="cuda", dtype=q.dtype)
     end = time.monotonic() + 0.5
     while time.monotonic() < end:
