@@ -48,9 +48,9 @@ def variants() -> Iterator[Variant]:
     for kind in ("narrow", "wide"):
         tile = next(t for t in tiles if t.kind == kind and t.on_sum)  # scales of every dtype
         for group in (32, 64, 256, 0):
-            legal = hopper_tiles._legal(tile, Problem(tile.bm, 4096, 4096, group, True, "sm_90", 132))
-            assert legal is not None
-            yield Variant(legal, group, asym=True)
+            fitting = hopper_tiles.legal(tile, Problem(tile.bm, 4096, 4096, group, True, "sm_90", 132))
+            assert fitting is not None
+            yield Variant(fitting, group, asym=True)
         yield Variant(tile, dtype=torch.bfloat16, scales=torch.float32)
 
 

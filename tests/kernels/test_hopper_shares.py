@@ -33,22 +33,21 @@ def plain(function: Any, pid: int, programs: int) -> Callable[..., Any]:
 
 def walked(pid: int, programs: int, tiles: int, steps: int) -> tuple[list[Step], list[Step]]:
     """The (tile, step) pairs of one program: as the loader asks for them, and as the others multiply them."""
-    from w4plugin.kernels import hopper_kernels
+    from w4plugin.kernels import hopper_shares as shares
 
-    first_step = plain(hopper_kernels.first_step, pid, programs)
-    next_step = plain(hopper_kernels.next_step, pid, programs)
-    visit = plain(hopper_kernels.visit, pid, programs)
+    share, first_step, next_step, visits, visit = (
+        plain(function, pid, programs)
+        for function in (shares.share, shares.first_step, shares.next_step, shares.visits, shares.visit)
+    )
     waves = hopper_tiles.waves(tiles, programs)
-    total = (tiles - waves * programs) * steps
-    first, last = pid * total // programs, (pid + 1) * total // programs
-    count = waves * steps + last - first
+    first, last, count = share(steps, (tiles - waves * programs) * steps, waves)
 
     loaded = [first_step(first, steps, waves)]
     for _ in range(count - 1):
         loaded.append(next_step(*loaded[-1], first, steps, waves))
 
     multiplied: list[Step] = []
-    for i in range(waves + (last + steps - 1) // steps - first // steps):
+    for i in range(visits(first, last, steps, waves)):
         tile, shared, begin, end = visit(i, first, last, steps, waves)
         assert begin == len(multiplied), "steps are counted without a gap, or a stage is released twice or never"
         start = 0 if i < waves else max(first - shared * steps, 0)

@@ -12,6 +12,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 from w4plugin.kernels.gluon_names import mbarrier
+from w4plugin.kernels.hopper_shares import share
 
 FIRST_BARRIER = gl.constexpr(4)
 
@@ -66,9 +67,7 @@ def wait_to_be_told(i_barrier, threads):
 @gluon.jit
 def messenger(full, steps, total, waves, WARPS: gl.constexpr, STAGES: gl.constexpr):
     """One warp: tells each warpgroup when a stage has arrived."""
-    pid = gl.program_id(0)
-    begin = pid * total // gl.num_programs(0)
-    count = waves * steps + (pid + 1) * total // gl.num_programs(0) - begin
+    _, _, count = share(steps, total, waves)
     i_stage = 0
     phase = 0
     for _ in range(count):

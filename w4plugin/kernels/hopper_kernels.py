@@ -36,6 +36,7 @@ from w4plugin.kernels.hopper_hand_over import (
     wait_for_stage,
     wait_to_be_told,
 )
+from w4plugin.kernels.hopper_shares import first_step, next_step, share, visit, visits
 from w4plugin.kernels.hopper_weights import block_layout, half_block, load_block, operand
 
 
@@ -66,41 +67,6 @@ def wait_for_product_before():
     gl.inline_asm_elementwise(
         "wgmma.wait_group.sync.aligned 1; mov.u32 $0, 0;", "=r", [], dtype=gl.int32, is_pure=False, pack=1
     )
-
-
-# -------------------------------------------------------------------------------------------------------- shares
-
-
-@gluon.jit
-def first_step(begin, steps, waves):
-    """Tile and step of K with which a program starts, where its share of the tiles that are shared starts at step
-    ``begin`` of those."""
-    return gl.where(waves > 0, gl.program_id(0), begin // steps), gl.where(waves > 0, 0, begin % steps)
-
-
-@gluon.jit
-def next_step(i_tile, i_step, begin, steps, waves):
-    """Those after a step."""
-    programs = gl.num_programs(0)
-    whole = waves * programs
-    n_tile = i_tile + gl.where(i_tile < whole, programs, 1)
-    crosses = (i_tile < whole) & (n_tile >= whole)
-    n_tile = gl.where(crosses, whole + begin // steps, n_tile)
-    n_step = gl.where(crosses, begin % steps, 0)
-    ends = i_step + 1 == steps
-    return gl.where(ends, n_tile, i_tile), gl.where(ends, n_step, i_step + 1)
-
-
-@gluon.jit
-def visit(i, first, last, steps, waves):
-    """The ``i``-th tile of a program: which, which of those that are shared, and the program's steps for it."""
-    programs = gl.num_programs(0)
-    i_shared = first // steps + i - waves
-    i_tile = gl.where(i < waves, gl.program_id(0) + i * programs, waves * programs + i_shared)
-    before = waves * steps - first
-    begin = gl.where(i < waves, i * steps, before + gl.maximum(first, i_shared * steps))
-    end = gl.where(i < waves, (i + 1) * steps, before + gl.minimum(last, (i_shared + 1) * steps))
-    return i_tile, i_shared, begin, end
 
 
 # ------------------------------------------------------------------------------------------------------- loading
@@ -135,9 +101,7 @@ def loader(
     """One warp: everything a program reads, STAGES stages ahead."""
     SCALE_BYTES: gl.constexpr = BN * scales.dtype.primitive_bitwidth // 8 + (zeros.block_shape[0] if ASYM else 0)
     BYTES: gl.constexpr = UNROLL * (BN * 64 + BM * 256 + GROUPS * SCALE_BYTES)
-    pid = gl.program_id(0)
-    begin = pid * total // gl.num_programs(0)
-    count = waves * steps + (pid + 1) * total // gl.num_programs(0) - begin
+    begin, _, count = share(steps, total, waves)
     i_tile, i_step = first_step(begin, steps, waves)
     if OVERLAP:
         # the weight is constant: its first stages may fly before the kernel in front, which made x, has finished
@@ -253,14 +217,11 @@ def narrow_worker(
     LEFT: gl.constexpr = gl.DotOperandLayout(0, MMA, 2)
     WORDS: gl.constexpr = block_layout(BN, WARPS)
     RIGHT: gl.constexpr = gl.DotOperandLayout(1, MMA, 2)
-    pid = gl.program_id(0)
-    first = pid * total // gl.num_programs(0)
-    last = (pid + 1) * total // gl.num_programs(0)
-    count = waves * steps + last - first
+    first, last, count = share(steps, total, waves)
     i_stage = 0
     if OVERLAP:
         wait_for_kernel_in_front()
-    for i_visit in range(waves + (last + steps - 1) // steps - first // steps):
+    for i_visit in range(visits(first, last, steps, waves)):
         i_tile, i_shared, begin, end = visit(i_visit, first, last, steps, waves)
         acc = gl.zeros([BN, BM], gl.float32, MMA)
         for i_chunk in range(begin, end):
@@ -347,10 +308,7 @@ def wide_worker(
     WORDS: gl.constexpr = block_layout(BN, WARPS)
     HALVES: gl.constexpr = 4 // PIECES
     A_GROUP: gl.constexpr = PIECES // GROUPS  # products that share a scale
-    pid = gl.program_id(0)
-    first = pid * total // gl.num_programs(0)
-    last = (pid + 1) * total // gl.num_programs(0)
-    count = waves * steps + last - first
+    first, last, count = share(steps, total, waves)
     i_stage = 0
     zero = gl.zeros([BN, BM], gl.float32, MMA)
     if OVERLAP:
@@ -360,7 +318,7 @@ def wide_worker(
     b_second = load_block(s_words.index(1), WORDS, BN)
     b_part = b_first if PIECES == 2 else half_block(b_first, 0, BN)
     b_a = operand(b_part, s_scales.index(0), s_zeros.index(0), BN, HALVES, DTYPE, ASYM, SCALED, LEFT)
-    for i_visit in range(waves + (last + steps - 1) // steps - first // steps):
+    for i_visit in range(visits(first, last, steps, waves)):
         i_tile, i_shared, begin, end = visit(i_visit, first, last, steps, waves)
         acc = warpgroup_mma_init(zero) if SCALED else zero
         for i in range(begin, end):

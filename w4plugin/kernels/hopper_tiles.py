@@ -86,15 +86,15 @@ def choose(p: Problem) -> Tile | None:
     same = (entry["n"], entry["k"]) == (p.n, p.k) and entry["sms"] == p.sms
     if not same or -(-p.m // tile.bm) != -(-entry["m"] // tile.bm):
         tile = replace(tile, programs=0)
-    return _legal(tile, p)
+    return legal(tile, p)
 
 
 def by_rule(p: Problem) -> Tile | None:
     """The tile by the rule alone."""
-    return _legal(_by_rows(p, narrow_layer=_columns(p, 128) < 48), p)
+    return legal(_by_rows(p, narrow_layer=_columns(p, 128) < 48), p)
 
 
-def _legal(tile: Tile | None, p: Problem) -> Tile | None:
+def legal(tile: Tile | None, p: Problem) -> Tile | None:
     """The tile, or another where the groups or scales of the problem do not allow it."""
     if tile is None or (not tile.on_sum and not p.narrow):
         # scales in another dtype than x cannot multiply the weights without being narrowed
@@ -155,16 +155,14 @@ def _by_rows(p: Problem, narrow_layer: bool) -> Tile | None:
         return _wide(128, 128, 4, 8, 168, 1, False, depth=4) if large else _wide(128, 64, 4, 4, 168, 1, False)
     if p.m >= DENSE_FROM:
         return None
-    if p.m <= 256 and 2 * _columns(p, 64) <= p.sms:
+    # narrow tiles where those of 256 x 128 are too few to go round
+    half = 2 * _columns(p, 64) <= p.sms
+    if p.m <= 256 and half:
         return _wide(128, 64, 4, 4, 168, 1, False)
-    if p.m <= 256 and not large:  # too few tiles of 128 columns to go round
-        return (
-            _wide(256, 64, 3, 4, 168, 1, False, depth=4)
-            if _columns(p, 64) <= p.sms
-            else _wide(128, 128, 4, 8, 168, 1, False, depth=4)
-        )
-    if p.m <= 512 and 2 * _columns(p, 64) <= p.sms:
+    if (p.m <= 256 and _columns(p, 64) <= p.sms) or (p.m <= 512 and half):
         return _wide(256, 64, 3, 4, 168, 1, False, depth=4)
+    if p.m <= 256 and not large:
+        return _wide(128, 128, 4, 8, 168, 1, False, depth=4)
     return _wide(256, 128, 3, 8, 168, 1, False, depth=4)
 
 

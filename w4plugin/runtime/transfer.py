@@ -155,7 +155,8 @@ class Stage:
     def send(self, source: Tensor, target: Tensor, meanwhile: Callable[[], None] | None = None) -> bool:
         """Copy uint8 ``[bytes]`` to the device; on return all of ``source`` has been read. False: nothing was done.
 
-        ``meanwhile`` is called on this thread, once, when the others have as much to do as there are buffers.
+        ``meanwhile`` is called on this thread, once, when the others have as much to do as there are buffers; it must
+        not send anything itself.
 
         Raises:
             Exception: what a thread, the device or ``meanwhile`` raised; no thread reads ``source`` any more, and the
