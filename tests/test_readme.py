@@ -103,6 +103,19 @@ def test_measurements_of_repack(tool: ModuleType, tmp_path: Path, monkeypatch: p
     assert "0.23 s after imports" in text
 
 
+def test_load_times_of_vllm(tool: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tool, "BENCHMARKS", tmp_path)
+    assert tool.load() == ""
+    seconds = (("ours", 2.04), ("vllm", 2.5), ("ours", 3.0), ("vllm", 2.0), ("ours", 1.0), ("vllm", 1.61))
+    runs = [{"side": side, "load": {"seconds": s}, "versions": {"vllm": "0.26.0"}} for side, s in seconds]
+    found = {"device": "NVIDIA Test", "date": "2026-01-01", "model": {"bytes": 5_700_000_000}, "runs": runs}
+    found["ratios"] = {"load_time_ours_over_vllm": 1.02}
+    (tmp_path / "vllm-load-NVIDIA-H200.json").write_text(json.dumps(found))
+    text = tool.load().replace("\n", " ")
+    assert "2.04 s with w4plugin and 2.00 s with vLLM's own kernels, 1.02 times as long: medians of 3" in text
+    assert "from 1.0 to 3.0 s with w4plugin and from 1.6 to 2.5 s with vLLM's own" in text
+
+
 def environment() -> dict[str, str]:
     """That of a user: the project importable, its command on the path, no hub."""
     kept = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}

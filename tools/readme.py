@@ -9,6 +9,7 @@ import argparse
 import json
 import math
 import re
+import statistics
 import sys
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
@@ -202,6 +203,24 @@ def vllm() -> str:
     return text
 
 
+def load() -> str:
+    """How long vLLM loads a checkpoint: ours against its own."""
+    name = "vllm-load-NVIDIA-H200"
+    found = results(name)
+    if found is None:
+        return ""
+    ours, theirs = ([r["load"]["seconds"] for r in found["runs"] if r["side"] == side] for side in ("ours", "vllm"))
+    size, ratio = gigabytes(found["model"]["bytes"]), found["ratios"]["load_time_ours_over_vllm"]
+    version = found["runs"][0]["versions"]["vllm"]
+    return f"""\
+vLLM's `load_model` for Llama-3-8B's shape ({size}, the file in the page cache) takes
+{statistics.median(ours):.2f} s with w4plugin and {statistics.median(theirs):.2f} s with vLLM's own kernels,
+{ratio:.2f} times as long: medians of {len(ours)} loads each, in turn, on an {found["device"]}, vLLM {version},
+{found["date"]} ([numbers](../benchmarks/{name}.json)). Single loads scatter more than that, from {min(ours):.1f} to
+{max(ours):.1f} s with w4plugin and from {min(theirs):.1f} to {max(theirs):.1f} s with vLLM's own.
+"""
+
+
 def experts() -> str:
     """Layers of experts: ours against vLLM's kernels."""
     name = "experts-NVIDIA-H200-fp16"
@@ -381,6 +400,7 @@ SECTIONS: dict[str, Callable[[], str]] = {
     "repack": repack,
     "speed": speed,
     "vllm": vllm,
+    "load": load,
     "experts": experts,
     "hosts": hosts,
     "gpus": gpus,
