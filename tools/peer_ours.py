@@ -11,7 +11,6 @@ from __future__ import annotations
 import os
 import runpy
 import sys
-import time
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -23,6 +22,7 @@ import torch
 from torch import Tensor
 
 from w4plugin import kernels
+from w4plugin.bench import timing
 from w4plugin.errors import UnsupportedError
 from w4plugin.kernels import device, plain, portable, tiles
 from w4plugin.tensor import W4Tensor
@@ -83,12 +83,7 @@ def path(dense: bool) -> Factory:
 
 def warm_up(q: Any, args: Any) -> tuple[State, Callable[[State, Tensor], Tensor]]:
     """Not a kernel: half a second of products, for a device that may have idled while weights were made."""
-    x = torch.randn(4096, 4096, device="cuda", dtype=q.dtype)
-    end = time.monotonic() + 0.5
-    while time.monotonic() < end:
-        for _ in range(50):
-            x @ x
-        torch.cuda.synchronize()
+    timing.wake(q.dtype)
     raise RuntimeError("the device is warm")  # how a peer says that there is nothing to time
 
 

@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 import argparse
+import functools
 import importlib.machinery
 import importlib.util
 import json
+import operator
 import sys
 from pathlib import Path
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
 from w4plugin.bench import report as bench_report
-from w4plugin.bench import roofline
+from w4plugin.bench import roofline, timing
 
 TOOLS = Path(__file__).resolve().parents[2] / "tools"
 
@@ -101,6 +105,54 @@ def test_table_marks_the_fastest() -> None:
     assert "overtakes at M = " in out
 
 
+def test_share_of_reading_alone() -> None:
+    reading = {"4096x4096": 4.2004, "64x32": 1.5}
+    result = bench_report.result(FACTS, rows(), "fp16", False, "", reading)
+    assert list(result)[-1] == "rows"
+    assert result["stream_us"] == {"4096x4096": 4.2, "64x32": 1.5}
+    assert list(bench_report.lines(result))[-2:] == [
+        "4096 x 4096: to read the packed words alone takes 4.2 us, 70 % of ours at M = 1",
+        "64 x 32: to read the packed words alone takes 1.5 us",
+    ]
+    assert "stream_us" not in bench_report.result(FACTS, rows(), "fp16", False, "", {})
+
+
+def test_reading_alone() -> None:
+    found = timing.reading([(64, 32), (576, 1536)], cold_mb=1, budget_ms=1, device="cpu")
+    assert list(found) == ["64x32", "576x1536"]
+    assert all(0 < us < 1e6 for us in found.values())
+    assert timing.cold_copies(2**20, 150) == 150
+    assert timing.cold_copies(2**28, 150) == 2
+    assert timing.cold_copies(1, 150) == 400
+
+
+def test_launches_of_reading(monkeypatch: pytest.MonkeyPatch) -> None:
+    """All programs of a launch hold all words, and those of WAVES fit the device."""
+    sms = SimpleNamespace(multi_processor_count=132)
+    monkeypatch.setattr("torch.cuda.get_device_properties", lambda device: sms)
+    found = timing.launches(8192 // 8 * 57344)
+    assert found[-2:] == [(4096, 55, 8), (4096, 28, 8)]
+    few = timing.launches(576 // 8 * 1536)
+    assert len(few) == len(set(few)) == len(timing.LAUNCHES)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="Triton was imported for the GPU")
+@pytest.mark.parametrize("launch", [(1024, 4, 4), (512, 1, 4)])
+def test_what_is_read(launch: tuple[int, int, int], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every word once, whether programs divide them or not."""
+    monkeypatch.setenv("TRITON_INTERPRET", "1")
+    spec = importlib.util.spec_from_file_location("interpreted", TOOLS.parent / "w4plugin/bench/stream_kernel.py")
+    kernel = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(kernel)
+    monkeypatch.setitem(sys.modules, "w4plugin.bench.stream_kernel", kernel)
+    for count in (8192, 576 // 8 * 24):
+        words = torch.randint(-(2**31), 2**31 - 1, (2, count), dtype=torch.int32)
+        for i in range(2):
+            out = timing.reader(words, *launch)(i)
+            assert len(out) == -(-count // (launch[0] * launch[1]))
+            assert functools.reduce(operator.xor, out.tolist()) == functools.reduce(operator.xor, words[i].tolist())
+
+
 def test_picture(tmp_path: Path) -> None:
     assert bench_report.can_draw()
     path = bench_report.picture([bench_report.result(FACTS, rows(), "fp16", False, "")], tmp_path)
@@ -135,11 +187,49 @@ Path(a.out, "result.json").write_text(json.dumps({"rows": [{"peer": "quack"}]}))
 """
 
 
-def test_peers_are_compiled_beforehand(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys) -> None:
-    """Every shape and M is run once for the caches, in parts side by side; one that hangs costs its time alone."""
+@pytest.fixture
+def bench() -> ModuleType:
     loader = importlib.machinery.SourceFileLoader("tools_bench", str(TOOLS / "bench"))
-    bench = importlib.util.module_from_spec(importlib.util.spec_from_loader("tools_bench", loader))
-    loader.exec_module(bench)
+    module = importlib.util.module_from_spec(importlib.util.spec_from_loader("tools_bench", loader))
+    loader.exec_module(module)
+    return module
+
+
+@pytest.mark.parametrize("peers", [(), ("--peers", "DIR")])
+def test_the_record_holds_the_limit_of_the_same_run(
+    peers: tuple[str, ...], bench: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys
+) -> None:
+    order: list[str] = []
+
+    def done(what: str, value: Any) -> Any:
+        return lambda *_, **__: order.append(what) or value
+
+    monkeypatch.setattr(bench.run, "facts", lambda device, dtype: FACTS)
+    monkeypatch.setattr(bench, "with_peers" if peers else "measure", done("kernels", rows()))
+    monkeypatch.setattr(bench.timing, "reading", done("reading", {"4096x4096": 3.0}))
+    command = ["bench", *peers, "--shapes", "4096x4096", "--m", "1,64,1024", "--out", str(tmp_path)]
+    monkeypatch.setattr(sys, "argv", command)
+    bench.main()
+    assert order == ["kernels", "reading"]
+    (path,) = tmp_path.glob("*.json")
+    assert json.loads(path.read_text())["stream_us"] == {"4096x4096": 3.0}
+    assert "3.0 us, 50 % of ours at M = 1" in capsys.readouterr().out
+
+    def broken(*_: Any, **__: Any) -> None:
+        raise RuntimeError("out of memory")
+
+    monkeypatch.setattr(bench.timing, "reading", broken)
+    bench.main()
+    record = json.loads(path.read_text())
+    assert "stream_us" not in record
+    assert len(record["rows"]) == len(rows())
+    assert "was not timed: RuntimeError: out of memory" in capsys.readouterr().out
+
+
+def test_peers_are_compiled_beforehand(
+    bench: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys
+) -> None:
+    """Every shape and M is run once for the caches, in parts side by side; one that hangs costs its time alone."""
     (tmp_path / "peerbench.py").write_text(FAKE)
     monkeypatch.setenv("SEEN", str(tmp_path / "seen"))
     a = argparse.Namespace(

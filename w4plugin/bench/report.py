@@ -21,8 +21,15 @@ HELD = ("w4plugin-fused", "w4plugin-dense")
 """One of the portable backend's two paths, forced: for the table, not for the picture."""
 
 
-def result(facts: dict[str, Any], rows: list[dict[str, Any]], dtype: str, asym: bool, command: str) -> Result:
-    """What a run found, from peerbench's rows or from rows like them."""
+def result(
+    facts: dict[str, Any],
+    rows: list[dict[str, Any]],
+    dtype: str,
+    asym: bool,
+    command: str,
+    reading: dict[str, float] | None = None,
+) -> Result:
+    """What a run found, from peerbench's rows or from rows like them, and what timing.reading found if it was asked."""
     device = roofline.Device(facts["bandwidth_bytes_per_s"], facts["matrix_ops_per_s"])
     out = []
     for r in rows:
@@ -51,6 +58,8 @@ def result(facts: dict[str, Any], rows: list[dict[str, Any]], dtype: str, asym: 
         "4 bit": round(roofline.critical_m(device, 0.5), 1),
     }
     made["crossings"] = crossings(out)
+    if reading:
+        made["stream_us"] = {shape: round(us, 3) for shape, us in reading.items()}
     return {**made, "rows": out}
 
 
@@ -71,14 +80,19 @@ def shapes(rows: list[dict[str, Any]]) -> list[tuple[int, int]]:
 
 def speedups(rows: list[dict[str, Any]], k: int, n: int, kernel: str = "") -> list[tuple[int, float]]:
     """(M, dense time over time) of a kernel, or of the best of ours, in rising M."""
-    here = [r for r in rows if (r["K"], r["N"]) == (k, n)]
-    base = {r["M"]: r["us"] for r in here if r["kernel"] in DENSE}
-    times: dict[int, float] = {}
-    for r in here:
+    base = {r["M"]: r["us"] for r in rows if (r["K"], r["N"]) == (k, n) and r["kernel"] in DENSE}
+    mine = times(rows, k, n, kernel)
+    return [(m, base[m] / mine[m]) for m in sorted(mine) if m in base]
+
+
+def times(rows: list[dict[str, Any]], k: int, n: int, kernel: str = "") -> dict[int, float]:
+    """us at each M of a kernel, or of the best of ours."""
+    found: dict[int, float] = {}
+    for r in rows:
         mine = r["kernel"] == kernel if kernel else r["kernel"].startswith(OURS) and r["kernel"] not in HELD
-        if mine:
-            times[r["M"]] = min(r["us"], times.get(r["M"], float("inf")))
-    return [(m, base[m] / times[m]) for m in sorted(times) if m in base]
+        if mine and (r["K"], r["N"]) == (k, n):
+            found[r["M"]] = min(r["us"], found.get(r["M"], float("inf")))
+    return found
 
 
 def write(result: Result, path: Path) -> Path:
@@ -106,6 +120,11 @@ def lines(result: Result) -> Iterator[str]:
     for c in result["crossings"]:
         where = f"at M = {c['M']}" if c["M"] is not None else f"not up to M = {c['largest_M']}"
         yield f"{c['K']} x {c['N']}: the dense library overtakes {where}"
+    for shape, us in result.get("stream_us", {}).items():
+        k, n = map(int, shape.split("x"))
+        ours = times(result["rows"], k, n).get(1)
+        share = "" if ours is None else f", {us / ours:.0%} of ours at M = 1".replace("%", " %")
+        yield f"{k} x {n}: to read the packed words alone takes {us:.1f} us{share}"
 
 
 def shape_lines(rows: list[dict[str, Any]]) -> Iterator[str]:

@@ -125,7 +125,7 @@ def _one_kernel(plan: Plan, name: str, factory: Factory, weight: W4Tensor, exact
         return [{**at, "M": m, "failed": str(failure)} for m in plan.ms]
     held = [t for t in state.values() if isinstance(t, Tensor)]
     size = sum(t.numel() * t.element_size() for t in held)
-    copies = int(min(400, max(2, -(-plan.cold_mb * 2**20 // size))))
+    copies = timing.cold_copies(size, plan.cold_mb)
     states = [state] + [
         {key: t.clone() if isinstance(t, Tensor) else t for key, t in state.items()} for _ in range(copies - 1)
     ]
