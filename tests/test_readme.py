@@ -116,6 +116,104 @@ def test_load_times_of_vllm(tool: ModuleType, tmp_path: Path, monkeypatch: pytes
     assert "from 1.0 to 3.0 s with w4plugin and from 1.6 to 2.5 s with vLLM's own" in text
 
 
+SHAPES = ((4096, 4096), (4096, 28672), (8192, 57344), (28672, 8192), (576, 1536))
+PEERS_RECORD = "kernels-NVIDIA-H200-fp16-sym-peers"
+NINE = ("kernels-NVIDIA-H200-fp16-sym-nine", "kernels-NVIDIA-H200-bf16-asym-nine")
+
+
+def record(dtype: str, symmetric: bool) -> dict[str, Any]:
+    """Ours takes 10 us; of the others the best is Humming at few rows, cuBLAS at many, Machete in between."""
+    rows = []
+    for k, n in SHAPES:
+        for m in (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 4096):
+            times = {"w4plugin-hopper": 10.0, "cublas": 30.0 if m < 1024 else 9.6, "humming": 12.5, "machete": 20.0}
+            if 64 <= m <= 512:
+                times |= {"humming": 10.5, "machete": 10.0}
+            if (k, n, m) == (28672, 8192, 256):
+                times["machete"] = 8.2
+            if symmetric:
+                times["marlin"] = 40.0
+            else:
+                times["quack"] = 1.0  # and wrong
+            for name, us in times.items():
+                if name == "machete" and k == 576:
+                    continue
+                rows.append(
+                    {
+                        "kernel": name, "K": k, "N": n, "M": m, "dtype": dtype, "symmetric": symmetric,
+                        "group": 64 if k == 576 else 128, "us": us, "bytes": 1,
+                        "relative_error": 0.5 if name == "quack" else 3e-4,
+                    }
+                )  # fmt: skip
+    return {
+        "date": "2026-01-01", "device": "NVIDIA Test", "torch": "2.11.0", "triton": "3.6.0",
+        "bandwidth_bytes_per_s": 4.5e12, "matrix_ops_per_s": 6.5e14, "ridge_ops_per_byte": 144.4,
+        "critical_m": {"16 bit": 144.4, "4 bit": 36.1}, "rows": rows,
+        "stream_us": {"4096x4096": 4.0, "4096x28672": 8.26, "28672x8192": 9.0, "576x1536": 1.0},
+    }  # fmt: skip
+
+
+@pytest.fixture
+def nine(tool: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A folder with the records of one run over more shapes, and the record before it."""
+    for name, kind in zip(NINE, (("fp16", True), ("bf16", False)), strict=True):
+        (tmp_path / f"{name}.json").write_text(json.dumps(record(*kind)))
+    (tmp_path / f"{PEERS_RECORD}.json").write_text((tool.BENCHMARKS / f"{PEERS_RECORD}.json").read_text())
+    monkeypatch.setattr(tool, "BENCHMARKS", tmp_path)
+    return tmp_path
+
+
+def cells(text: str, first: str) -> list[str]:
+    """Of the one line of a table that begins so."""
+    (line,) = [x for x in text.splitlines() if x.startswith(f"| {first} |")]
+    return line.strip("| ").split(" | ")
+
+
+def test_speed_from_the_records_of_one_run(tool: ModuleType, nine: Path) -> None:
+    text = tool.speed()
+    for name, told in zip(NINE, ("float16, symmetric", "bfloat16, asymmetric"), strict=True):
+        of = f"{told}, groups of 128 (64 on 576 x 1536)"
+        link = f"[{name}.json](benchmarks/{name}.json)"
+        # 4 shapes at 1.00 (one point 0.82) and one, without Machete, at 1.05
+        assert cells(text, of) == [
+            of, "1.25", f"{(0.82 * 1.05**4) ** (1 / 20):.2f}", "0.96", "1 of 60", "0.82 (28672 x 8192, M = 256)", link
+        ]  # fmt: skip
+    assert cells(text, "4096 x 4096 | 10.0 / 12.5 humming")[1:] == [
+        "10.0 / 12.5 humming", "10.0 / 12.5 humming", "10.0 / 10.0 machete", "10.0 / 10.0 machete",
+        "10.0 / 9.6 cublas", "10.0 / 9.6 cublas",
+    ]  # fmt: skip
+    assert cells(text, "4096 x 28672 | 8.3") == ["4096 x 28672", "8.3", "10.0", "83 %"]
+    assert "| 8192 x 57344 | 10.0 / 12.5" in text  # but nobody timed its reading
+    assert text.count("| 8192 x 57344 |") == 1
+    assert "4.50 TB/s and 650 Tflop/s" in text
+
+
+def test_each_peer_from_the_records_of_one_run(tool: ModuleType, nine: Path) -> None:
+    symmetric, asymmetric = re.split(r"(?=^Time of each)", tool.peers(), flags=re.MULTILINE)[1:]
+    assert "NVIDIA Test, float16, symmetric, groups of 128 (64 on 576 x 1536), 2026-01-01, [one run]" in symmetric
+    assert f"(../benchmarks/{NINE[0]}.json)" in symmetric
+    assert f"(../benchmarks/{NINE[1]}.json)" in asymmetric
+    assert cells(symmetric, "cuBLAS, 16-bit weights")[1:] == ["60", "3.00", "3.00", "0.96"]
+    assert cells(symmetric, "Marlin")[1:] == ["60", "4.00", "4.00", "4.00"]
+    assert cells(asymmetric, "Machete")[1:] == ["48", "2.00", "0.99", "2.00"]
+    assert "QuACK" not in symmetric + asymmetric  # its results are wrong
+    assert "Marlin" not in asymmetric
+
+
+def test_the_roofline_from_the_record_in_float16(tool: ModuleType, nine: Path) -> None:
+    assert f"benchmarks/{NINE[0]}.json" in tool.roofline()
+    assert cells(tool.roofline(), "1024 | 370.0")[2:] == ["10.0", "370.0", "9.6"]
+
+
+def test_half_of_a_run_is_not_shown(tool: ModuleType, nine: Path) -> None:
+    (nine / f"{NINE[1]}.json").unlink()
+    for section in (tool.speed, tool.peers, tool.roofline):
+        assert PEERS_RECORD in section()
+        assert "nine" not in section()
+    (nine / f"{PEERS_RECORD}.json").unlink()
+    assert tool.speed() == tool.peers() == tool.roofline() == ""
+
+
 def environment() -> dict[str, str]:
     """That of a user: the project importable, its command on the path, no hub."""
     kept = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}

@@ -11,6 +11,7 @@ import math
 import re
 import statistics
 import sys
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
@@ -91,15 +92,158 @@ def gigabytes(count: int) -> str:
 
 OURS = "w4plugin-hopper"
 DENSE = "cublas"
+PEERS = {
+    "quack": "QuACK",
+    "marlin": "Marlin",
+    "machete": "Machete",
+    "humming": "Humming",
+    "exllamav2": "ExLlamaV2",
+    "tinygemm": "tinygemm",
+    "vllm_triton": "vLLM's Triton kernel",
+}
 BANDS = ((1, 32), (64, 512), (1024, 4096))
 """Rows of x for which a mean is given, first to last."""
+RIGHT = 2e-2
+"""Relative error below which a kernel's result counts."""
+
+NINE = ("kernels-NVIDIA-H200-fp16-sym-nine", "kernels-NVIDIA-H200-bf16-asym-nine")
+"""Records of one run over nine shapes."""
+FIVE = ("kernels-NVIDIA-H200-fp16-sym-peers",)
+"""The record before: five shapes, symmetric only."""
+
+Point = tuple[int, int, int]
+"""K, N, M."""
+
+
+def kernel_records() -> dict[str, Mapping[str, Any]]:
+    """The runs of tools/bench that the pages show, float16 first: NINE if both are there, else FIVE."""
+    for names in (NINE, FIVE):
+        found = {name: record for name in names if (record := results(name)) is not None}
+        if len(found) == len(names):
+            return found
+    return {}
+
+
+def times(record: Mapping[str, Any]) -> dict[str, dict[Point, float]]:
+    """Microseconds of each kernel at each point where it ran and its result is right."""
+    found: dict[str, dict[Point, float]] = {}
+    for r in record["rows"]:
+        if r["relative_error"] < RIGHT:
+            found.setdefault(r["kernel"], {})[r["K"], r["N"], r["M"]] = r["us"]
+    return found
+
+
+def best_of_others(record: Mapping[str, Any]) -> dict[Point, tuple[float, float, str]]:
+    """For each point our time, and the time and name of the fastest other kernel, cuBLAS included."""
+    kernels = times(record)
+    found = {}
+    for point, ours in kernels[OURS].items():
+        others = [(us[point], name) for name, us in kernels.items() if name != OURS and point in us]
+        if others:
+            found[point] = (ours, *min(others))
+    return found
+
+
+def means(ratios: Mapping[Point, float]) -> list[str]:
+    """The geometric mean of each band."""
+    bands = ([r for (_, _, m), r in ratios.items() if first <= m <= last] for first, last in BANDS)
+    return [f"{geometric(band):.2f}" if band else "not run" for band in bands]
+
+
+def weights_of(record: Mapping[str, Any]) -> str:
+    """What was multiplied: dtype, symmetry, groups."""
+    rows = record["rows"]
+    dtype = {"fp16": "float16", "bf16": "bfloat16"}[rows[0]["dtype"]]
+    sizes = Counter(r["group"] for r in rows)
+    usual = sizes.most_common(1)[0][0]
+    other = {f"{r['group']} on {r['K']} x {r['N']}": None for r in rows if r["group"] != usual}
+    told = f"{dtype}, {'symmetric' if rows[0]['symmetric'] else 'asymmetric'}, groups of {usual}"
+    return f"{told} ({', '.join(other)})" if other else told
 
 
 def speed() -> str:
-    """Kernels of one run of tools/bench: the table, the means, the picture."""
-    found = results("kernels-NVIDIA-H200-fp16-sym-peers")
-    if found is None:
+    """Kernels of one run of tools/bench: the means, the picture, the table, the share of the limit at M = 1."""
+    found = kernel_records()
+    if tuple(found) == FIVE:
+        return speed_of_five(found[FIVE[0]])
+    if not found:
         return ""
+    rows = []
+    for name, record in found.items():
+        ratios = {point: best / ours for point, (ours, best, _) in best_of_others(record).items()}
+        k, n, m = min(ratios, key=lambda point: ratios[point])
+        below = f"{sum(r < 0.95 for r in ratios.values())} of {len(ratios)}"
+        lowest = f"{ratios[k, n, m]:.2f} ({k} x {n}, M = {m})"
+        rows.append((weights_of(record), *means(ratios), below, lowest, f"[{name}.json](benchmarks/{name}.json)"))
+    first = found[NINE[0]]
+    head = ("", *(f"M = {low} to {high}" for low, high in BANDS), "points below 0.95", "lowest", "record")
+    return f"""\
+{first["device"]}, {first["date"]}, torch {first["torch"]}, triton {first["triton"]}. Time of the best of all others at
+each point ([which](docs/comparison.md#speed)), cuBLAS with 16-bit weights among them, over w4plugin's; geometric means
+(above 1: w4plugin is faster):
+
+{table(head, rows)}
+![speed-up over cuBLAS against M, over the roofline](benchmarks/kernels-NVIDIA-H200-fp16-sym.png)
+
+<details><summary>microseconds a call</summary>
+
+{grid(first)}
+</details>
+
+{of_the_limit(first)}{ridge(first)}{traffic()}\
+Peers were compiled for Hopper ahead of time where their wheels hold only PTX.
+"""
+
+
+def grid(record: Mapping[str, Any]) -> str:
+    """Ours and the best of the others, a line a shape."""
+    points = best_of_others(record)
+    ms = (1, 16, 64, 256, 1024, 4096)
+
+    def cell(point: Point) -> str:
+        if point not in points:
+            return "-"
+        ours, best, name = points[point]
+        return f"{ours:.1f} / {best:.1f} {name}"
+
+    shapes = dict.fromkeys(point[:2] for point in points)
+    rows = [(f"{k} x {n}", *(cell((k, n, m)) for m in ms)) for k, n in shapes]
+    return (
+        f"{weights_of(record)}: w4plugin / the best of the others, by name.\n\n"
+        f"{table(('K x N', *(f'M = {m}' for m in ms)), rows)}"
+    )
+
+
+def of_the_limit(record: Mapping[str, Any]) -> str:
+    """At M = 1, how much of a call it takes to read the packed words."""
+    ours, limit = times(record)[OURS], record.get("stream_us", {})
+    rows = []
+    for k, n in ((4096, 4096), (4096, 28672), (8192, 57344), (28672, 8192)):
+        if f"{k}x{n}" in limit and (k, n, 1) in ours:
+            us, alone = ours[k, n, 1], limit[f"{k}x{n}"]
+            rows.append((f"{k} x {n}", f"{alone:.1f}", f"{us:.1f}", f"{alone / us * 100:.0f} %"))
+    if not rows:
+        return ""
+    head = ("K x N", "reading alone", "w4plugin, M = 1", "share")
+    return (
+        "How much of a call at M = 1 it takes to read the packed words and do nothing else, timed in the same run;\n"
+        f"microseconds, {weights_of(record)}:\n\n{table(head, rows)}\n"
+    )
+
+
+def ridge(found: Mapping[str, Any]) -> str:
+    """A sentence on the measured roofline."""
+    rates = f"{found['bandwidth_bytes_per_s'] / 1e12:.2f} TB/s and {found['matrix_ops_per_s'] / 1e12:.0f} Tflop/s"
+    critical = found["critical_m"]
+    return (
+        f"Roofline: {rates} measured put the ridge at {found['ridge_ops_per_byte']:.0f} operations a byte: 16-bit "
+        f"weights are\nmemory-bound below M = {critical['16 bit']:.0f}, 4-bit ones below {critical['4 bit']:.0f} "
+        "(an A100: 156 and 39).\n"
+    )
+
+
+def speed_of_five(found: Mapping[str, Any]) -> str:
+    """The record before: the table, the means, the picture."""
     times = {(r["K"], r["N"], r["M"], r["kernel"]): r["us"] for r in found["rows"]}
     points = sorted({key[:3] for key in times if key[3] == OURS})
     rows, ratios = [], {}
@@ -118,8 +262,6 @@ def speed() -> str:
         )
         for first, last in BANDS
     ]
-    rates = f"{found['bandwidth_bytes_per_s'] / 1e12:.2f} TB/s and {found['matrix_ops_per_s'] / 1e12:.0f} Tflop/s"
-    critical = found["critical_m"]
     return f"""\
 {found["device"]}, float16, symmetric, groups of 128, {found["date"]}, torch {found["torch"]}, triton {found["triton"]}:
 [one run](benchmarks/kernels-NVIDIA-H200-fp16-sym-peers.json). Times of ours against the best of Marlin, Machete,
@@ -134,9 +276,8 @@ Humming, ExLlamaV2, tinygemm and vLLM's Triton kernel, and against cuBLAS in flo
 {table(("K x N", "M", "w4plugin", "best W4 peer", "cuBLAS fp16"), rows)}
 </details>
 
-Roofline: {rates} measured put the ridge at {found["ridge_ops_per_byte"]:.0f} operations a byte: 16-bit weights are
-memory-bound below M = {critical["16 bit"]:.0f}, 4-bit ones below {critical["4 bit"]:.0f} (an A100: 156 and 39).
-{traffic()}Peers were compiled for Hopper ahead of time where their wheels hold only PTX; Humming did not run every
+{ridge(found)}{traffic()}\
+Peers were compiled for Hopper ahead of time where their wheels hold only PTX; Humming did not run every
 shape.
 """
 
@@ -228,7 +369,7 @@ def experts() -> str:
     if found is None:
         return ""
     layers, tokens = [d["name"] for d in found["layers"]], sorted({r["tokens"] for r in found["rows"]})
-    right = {(r["layer"], r["tokens"], r["kernel"]): r["us"] for r in found["rows"] if r["relative_error"] < 2e-2}
+    right = {(r["layer"], r["tokens"], r["kernel"]): r["us"] for r in found["rows"] if r["relative_error"] < RIGHT}
     peers = {"marlin": "Marlin", "humming": "Humming", "vllm-triton": "its Triton kernel"}
     rows = []
     for layer in layers:
@@ -301,54 +442,44 @@ def gpus() -> str:
     return table(("architecture", "such as", "backends, the first that fits a weight is taken", "checked"), rows)
 
 
-PEERS = {
-    "marlin": "Marlin",
-    "machete": "Machete",
-    "humming": "Humming",
-    "exllamav2": "ExLlamaV2",
-    "tinygemm": "tinygemm",
-    "vllm_triton": "vLLM's Triton kernel",
-}
-
-
 def peers() -> str:
-    """Each peer's time over ours, from the one run that timed them all."""
-    name = "kernels-NVIDIA-H200-fp16-sym-peers"
-    found = results(name)
-    if found is None:
-        return ""
-    times = {(r["K"], r["N"], r["M"], r["kernel"]): r["us"] for r in found["rows"]}
+    """Each kernel's time over ours, from the runs that timed them all."""
+    found = kernel_records()
+    shown = PEERS if tuple(found) == FIVE else {DENSE: "cuBLAS, 16-bit weights", **PEERS}
+    return "\n".join(each_peer(name, record, shown) for name, record in found.items())
+
+
+def each_peer(name: str, record: Mapping[str, Any], shown: Mapping[str, str]) -> str:
+    """The same from one record."""
+    kernels = times(record)
     rows = []
-    for kernel, title in PEERS.items():
-        at = [key[:3] for key in times if key[3] == kernel]
-        cells = []
-        for first, last in BANDS:
-            ratios = [times[*key, kernel] / times[*key, OURS] for key in at if first <= key[2] <= last]
-            cells.append(f"{geometric(ratios):.2f}" if ratios else "not run")
-        rows.append((title, str(len(at)), *cells))
+    for kernel, title in shown.items():
+        ratios = {p: us / kernels[OURS][p] for p, us in kernels.get(kernel, {}).items() if p in kernels[OURS]}
+        if ratios:
+            rows.append((title, str(len(ratios)), *means(ratios)))
     head = ("peer", "points", *(f"M = {first} to {last}" for first, last in BANDS))
     return (
-        f"Time of each over w4plugin's, geometric means (above 1: w4plugin is faster); {found['device']}, float16, "
-        f"symmetric, groups of 128, {found['date']}, [one run](../benchmarks/{name}.json):\n\n{table(head, rows)}"
+        f"Time of each over w4plugin's, geometric means (above 1: w4plugin is faster); {record['device']}, "
+        f"{weights_of(record)}, {record['date']}, [one run](../benchmarks/{name}.json):\n\n{table(head, rows)}"
     )
 
 
 def roofline() -> str:
     """The measured roofline, and what it predicts for each width."""
-    name = "kernels-NVIDIA-H200-fp16-sym-peers"
-    found = results(name)
-    if found is None:
+    records = kernel_records()
+    if not records:
         return ""
     from w4plugin.bench import roofline as predicted
 
+    name, found = next(iter(records.items()))
     device = predicted.Device(found["bandwidth_bytes_per_s"], found["matrix_ops_per_s"])
-    times = {(r["K"], r["N"], r["M"], r["kernel"]): r["us"] for r in found["rows"]}
+    kernels = times(found)
     k, n = 4096, 28672
     rows = []
     for m in (1, 8, 32, 64, 128, 256, 1024, 4096):
         four = predicted.seconds(device, m, k, n, True) * 1e6
         sixteen = predicted.seconds(device, m, k, n, False) * 1e6
-        cells = (four, times[k, n, m, OURS], sixteen, times[k, n, m, DENSE])
+        cells = (four, kernels[OURS][k, n, m], sixteen, kernels[DENSE][k, n, m])
         rows.append((str(m), *(f"{value:.1f}" for value in cells)))
     wide, narrow = (f"{found['critical_m'][width]:.0f}" for width in ("16 bit", "4 bit"))
     return f"""\
