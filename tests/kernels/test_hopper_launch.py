@@ -99,7 +99,7 @@ def test_a_view_describes_a_weight_without_holding_it() -> None:
     """A plan outlives weights, so what it keeps of them must not keep them."""
     words, scales = torch.zeros(2, 3, 128, dtype=torch.int32), torch.ones(1, 48)
     views = hopper._weight_views(words, scales, None)
-    assert [view.shape for view in views] == [(6, 128), (48,), (48,)]
+    assert [view.shape for view in views] == [(2, 3, 128), (1, 48), (1, 48)]
     assert [view.address for view in views] == [words.data_ptr(), scales.data_ptr(), scales.data_ptr()]
     assert not any(isinstance(part, torch.Tensor) for view in views for part in view)
 

@@ -88,3 +88,18 @@ def test_a_rest_is_cut_into_few_parts() -> None:
         tiles, programs = draw.randint(1, 5000), draw.randint(1, 400)
         rest = tiles - hopper_tiles.waves(tiles, programs) * programs
         assert rest == 0 or rest > programs or rest == tiles
+
+
+@pytest.mark.cpu_only
+@pytest.mark.parametrize("band", [1, 3, 4, 100])
+def test_a_tile_has_a_place_of_its_own_in_a_band(band: int) -> None:
+    from w4plugin.kernels import hopper_shares as shares
+
+    place = plain(shares.place, 0, 1)
+    for tiles_m, tiles_n in ((1, 7), (4, 5), (10, 3), (12, 4)):
+        places = [place(i, tiles_m, tiles_n, band) for i in range(tiles_m * tiles_n)]
+        assert sorted(places) == [(n, m) for n in range(tiles_n) for m in range(tiles_m)]
+        assert [m // band for _, m in places] == sorted(m // band for _, m in places), "a band comes after the other"
+        whole = band * tiles_n * (tiles_m // band)
+        for i in range(0, whole, band):
+            assert {n for n, _ in places[i : i + band]} == {places[i][0]}, "columns of W are read by neighbours"

@@ -14,12 +14,12 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 tma_load = getattr(tma, "async_load", None) or tma.async_copy_global_to_shared
-barrier = getattr(gl, "barrier", None) or gl.thread_barrier
+reinterpret = getattr(gl.shared_memory_descriptor, "reinterpret", None) or gl.shared_memory_descriptor._reinterpret
 
 __all__ = [
-    "barrier",
     "mbarrier",
     "mma_v2",
+    "reinterpret",
     "tma_load",
     "warpgroup_mma",
     "warpgroup_mma_init",

@@ -20,6 +20,9 @@ from w4plugin.kernels.hopper_tiles import CHUNK, Tile
 from w4plugin.kernels.tiles import Problem
 from w4plugin.tensor import W4Tensor
 
+BLOCK = 64
+"""Rows of the weight in a block of fragment order, columns of x that a request for it brings."""
+
 RUN = 32
 """Shortest group that the kernels can cut a chunk into."""
 
@@ -55,7 +58,7 @@ def _gluon() -> str | None:
 def prepare(w: W4Tensor) -> Prepared:
     """Fragment order; rows sorted by group where act-order needs it. Counters hold one arrival count a program."""
     p = portable.prepare(w)
-    programs = 4 * device.multiprocessors(w.device)
+    programs = 16 * device.multiprocessors(w.device)
     return replace(p, backend="hopper", counters=torch.zeros(programs, dtype=torch.int32, device=w.device))
 
 
@@ -124,23 +127,30 @@ def make_plan(tile: Tile | None, p: Problem, scale_dtype: torch.dtype, asym: boo
     groups, chunks_a_group = _groups(p.group)
     steps = hopper_tiles.steps(tile, p)
     tiles_m = -(-p.m // tile.bm)
-    tiles = -(-p.n // tile.bn) * tiles_m
+    tiles_n = -(-p.n // tile.bn)
+    tiles = tiles_n * tiles_m
     programs = min(hopper_tiles.programs(tile, p), tiles * steps)
     waves = hopper_tiles.waves(tiles, programs)
     total = (tiles - waves * programs) * steps
-    flat = gl.NVMMASharedLayout(swizzle_byte_width=0, element_bitwidth=8 * scale_dtype.itemsize, rank=1)
-    bytes_ = gl.NVMMASharedLayout(swizzle_byte_width=0, element_bitwidth=8, rank=1)
+    unroll = tile.depth if tile.kind == "narrow" else 1
+    # a stage's scales in one box; where chunks share a group, one by one
+    rows = groups * unroll if chunks_a_group == 1 else 1
+
+    def flat(bits: int, rank: int) -> Any:
+        return gl.NVMMASharedLayout(swizzle_byte_width=0, element_bitwidth=bits, rank=rank)
+
+    scales = ([rows, tile.bn], flat(8 * scale_dtype.itemsize, 2))
     layouts = (
-        ([tile.bm, 64], gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)),
-        ([tile.bn // COLUMNS, 128], gl.NVMMASharedLayout(swizzle_byte_width=0, element_bitwidth=32, rank=2)),
-        ([tile.bn], flat),
-        ([max(tile.bn, 128)], bytes_) if asym else ([tile.bn], flat),  # TMA writes at multiples of 128 bytes
+        ([2 * unroll, tile.bm, 64], gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=3)),
+        ([2 * unroll, tile.bn // COLUMNS, 128], flat(32, 3)),
+        scales,
+        ([rows, max(tile.bn, 128)], flat(8, 2)) if asym else scales,  # TMA writes at multiples of 128 bytes
     )
     return Plan(
         tile=tile,
         kernel=kernels.narrow_kernel if tile.kind == "narrow" else kernels.wide_kernel,
         grid=(programs, 1, 1),
-        sizes=(p.m, p.n, -(-p.n // COLUMNS), steps, total, waves, tiles_m, chunks_a_group),
+        sizes=(p.m, p.n, steps, total, waves, tiles_m, tiles_n, max(1, hopper_tiles.BAND // tile.bm), chunks_a_group),
         constants=(
             tile.bm,
             tile.bn,
@@ -186,11 +196,13 @@ def multiply(
         x = x.index_select(1, g_idx)
     elif x.stride(1) != 1 or x.stride(0) % 8 or x.data_ptr() % 16:
         x = x.clone(memory_format=torch.contiguous_format)
+    if plan.tile is not None and k % BLOCK:
+        x = torch.nn.functional.pad(x, (0, -k % BLOCK))
     if plan.tile is None:
         return portable._dense(x, qweight, scales, zeros, None, bias, n, group_size)
     out = x.new_empty((m, n))
     partial = x.new_empty(plan.share, dtype=torch.float32) if plan.share else None
-    x_view = View(x.data_ptr(), (m, k), (x.stride(0) if m > 1 else k, 1))
+    x_view = View(x.data_ptr(), (x.shape[1] // BLOCK, m, BLOCK), (BLOCK, x.stride(0) if m > 1 else x.shape[1], 1))
     aligned = bias is None or bias.data_ptr() % 16 == 0  # what a kept kernel was compiled for
     where = x.device
     with device.current(where):
@@ -225,11 +237,12 @@ def multiply(
 
 
 def _weight_views(qweight: Tensor, scales: Tensor, zeros: Tensor | None) -> tuple[View, ...]:
-    count = scales.numel()
+    groups, n = scales.shape
+    blocks_n = n // COLUMNS
     return (
-        View(qweight.data_ptr(), (qweight.numel() // 128, 128), (128, 1)),
-        View(scales.data_ptr(), (count,), (1,)),
-        View((scales if zeros is None else zeros).data_ptr(), (count,), (1,)),
+        View(qweight.data_ptr(), (qweight.numel() // (128 * blocks_n), blocks_n, 128), (128 * blocks_n, 128, 1)),
+        View(scales.data_ptr(), (groups, n), (n, 1)),
+        View((scales if zeros is None else zeros).data_ptr(), (groups, n), (n, 1)),
     )
 
 

@@ -2,6 +2,8 @@
 
 The loader, the messenger and the warps that multiply walk the same steps, each for itself; see :mod:`.hopper_kernels`.
 ``total`` are the steps of the tiles that are shared, ``steps`` those of one tile, ``waves`` a program's whole tiles.
+Tiles are counted down ``band`` tiles of rows of x, then along the columns of W, then the next band: programs that run
+together read few rows of x and few columns of W, which the L2 holds.
 """
 
 from triton.experimental import gluon
@@ -52,3 +54,12 @@ def visit(i, first, last, steps, waves):
     begin = gl.where(i < waves, i * steps, before + gl.maximum(first, i_shared * steps))
     end = gl.where(i < waves, (i + 1) * steps, before + gl.minimum(last, (i_shared + 1) * steps))
     return i_tile, i_shared, begin, end
+
+
+@gluon.jit
+def place(i_tile, tiles_m, tiles_n, band):
+    """Which columns of W and which rows of x a tile is of, in tiles."""
+    i_band = i_tile // (band * tiles_n)
+    rest = i_tile % (band * tiles_n)
+    rows = gl.minimum(band, tiles_m - i_band * band)
+    return rest // rows, i_band * band + rest % rows

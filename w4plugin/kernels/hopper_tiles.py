@@ -24,6 +24,9 @@ CHUNK = 128
 SHARED = 227 * 1024
 """Bytes of shared memory of a multiprocessor that programs can take."""
 
+BAND = 1024
+"""Rows of x that programs share before they take the next ones: so x and W are read from the L2 in even parts."""
+
 NEAR = 1.5
 """How far a measured shape may be from a problem's, as the product of the ratios of N and of K."""
 

@@ -127,23 +127,15 @@ def twice(b_bits):
 
 
 @gluon.jit
-def operand(
-    b_words,
-    p_scale,
-    p_zero,
-    BN: gl.constexpr,
-    HALVES: gl.constexpr,
-    DTYPE: gl.constexpr,
-    ASYM: gl.constexpr,
-    SCALED: gl.constexpr,
-    LAYOUT: gl.constexpr,
-):
-    """Words as the left operand of the tensor cores."""
+def factors(b_words, p_scale, p_zero, BN: gl.constexpr, DTYPE: gl.constexpr, ASYM: gl.constexpr, SCALED: gl.constexpr):
+    """What takes the zero points off such words and what scales them: int32 [BN], 16 bits twice.
+
+    Constants where there are no zero points, so they cost no register.
+    """
+    ROWS: gl.constexpr = gl.SliceLayout(1, b_words.type.layout)
+    b_zero = gl.full([BN], 0x00080008, gl.int32, ROWS)
     if ASYM:
-        b_zero = p_zero.slice(0, BN).load(gl.SliceLayout(1, b_words.type.layout)).to(gl.int32)
-        b_zero = twice(b_zero)[:, None]
-    else:
-        b_zero = gl.full([BN, 1], 0x00080008, gl.int32, b_words.type.layout)
+        b_zero = twice(p_zero.slice(0, BN).load(ROWS).to(gl.int32))
     if gl.float16 == DTYPE:
         b_c = b_zero | 0x64006400  # 1024 + z
         b_d = (b_zero << 4) | (-0x2BFF2C00)  # -(64 + z): 0xd400 | z << 4
@@ -155,10 +147,26 @@ def operand(
         b_d = b_c
     b_scale = b_c
     if SCALED:
-        bits = p_scale.load(gl.SliceLayout(1, b_words.type.layout)).to(gl.int16, bitcast=True)
-        b_scale = twice(bits.to(gl.int32) & 0xFFFF)[:, None]
-    b_c, _ = gl.broadcast(b_c, b_words)
-    b_d, _ = gl.broadcast(b_d, b_words)
-    b_scale, _ = gl.broadcast(b_scale, b_words)
+        b_scale = twice(p_scale.load(ROWS).to(gl.int16, bitcast=True).to(gl.int32) & 0xFFFF)
+    return b_c, b_d, b_scale
+
+
+@gluon.jit
+def operand(
+    b_words,
+    b_c,
+    b_d,
+    b_scale,
+    BN: gl.constexpr,
+    HALVES: gl.constexpr,
+    DTYPE: gl.constexpr,
+    SCALED: gl.constexpr,
+    LAYOUT: gl.constexpr,
+):
+    """Words and their :func:`factors` as the left operand of the tensor cores."""
+    ROWS: gl.constexpr = gl.SliceLayout(1, b_words.type.layout)
+    b_c, _ = gl.broadcast(gl.convert_layout(b_c, ROWS, assert_trivial=True)[:, None], b_words)
+    b_d, _ = gl.broadcast(gl.convert_layout(b_d, ROWS, assert_trivial=True)[:, None], b_words)
+    b_scale, _ = gl.broadcast(gl.convert_layout(b_scale, ROWS, assert_trivial=True)[:, None], b_words)
     b_a = unpack(b_words, b_c, b_d, b_scale, BN, HALVES, DTYPE, SCALED)
     return gl.convert_layout(b_a, LAYOUT, assert_trivial=True)
