@@ -74,7 +74,7 @@ def programs(tile: Tile, p: Problem) -> list[int]:
     """Numbers of programs worth trying beside the rule's."""
     tiles, slots = -(-p.n // tile.bn) * -(-p.m // tile.bm), p.sms * tile.resident
     total = tiles * hopper_tiles.steps(tile, p)
-    most = 4 * p.sms  # a weight carries so many counters
+    most = hopper_tiles.COUNTERS * p.sms // tile.warps
     found = {slots, p.sms, *(tiles * share for share in (1, 2, 3, 4, 6, 8) if tiles * share <= slots)}
     if tiles <= 2 * slots:
         found.add(tiles)

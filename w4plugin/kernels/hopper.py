@@ -56,10 +56,10 @@ def _gluon() -> str | None:
 
 
 def prepare(w: W4Tensor) -> Prepared:
-    """Fragment order; rows sorted by group where act-order needs it. Counters hold one arrival count a program."""
+    """Fragment order; rows sorted by group where act-order needs it. Counters are one for each warp of each program."""
     p = portable.prepare(w)
-    programs = 16 * device.multiprocessors(w.device)
-    return replace(p, backend="hopper", counters=torch.zeros(programs, dtype=torch.int32, device=w.device))
+    counters = hopper_tiles.COUNTERS * device.multiprocessors(w.device)
+    return replace(p, backend="hopper", counters=torch.zeros(counters, dtype=torch.int32, device=w.device))
 
 
 @dataclass(frozen=True, eq=False)

@@ -27,6 +27,9 @@ SHARED = 227 * 1024
 BAND = 1024
 """Rows of x that programs share before they take the next ones: so x and W are read from the L2 in even parts."""
 
+COUNTERS = 16
+"""Warps that multiply, a multiprocessor: a weight carries an arrival counter for each."""
+
 NEAR = 1.5
 """How far a measured shape may be from a problem's, as the product of the ratios of N and of K."""
 
@@ -191,9 +194,10 @@ def programs(tile: Tile, p: Problem) -> int:
     Otherwise, or where that leaves too much of the device idle, as many as fit, each with an equal run of steps.
     """
     tiles = _columns(p, tile.bn) * -(-p.m // tile.bm)
+    counted = COUNTERS * p.sms // tile.warps
     if tile.programs:
-        return min(tile.programs, tiles * steps(tile, p))
-    slots = p.sms * tile.resident
+        return min(tile.programs, tiles * steps(tile, p), counted)
+    slots = min(p.sms * tile.resident, counted)
     unroll = tile.depth if tile.kind == "narrow" else 1
     most = max(1, steps(tile, p) * unroll // tile.shortest)
     if tiles <= slots:
