@@ -54,7 +54,7 @@ def test_every_choice_is_one_the_kernels_take(m: int, n: int, k: int, group: int
     tiles = -(-n // tile.bn) * -(-m // tile.bm)
     assert 1 <= programs <= max(2 * SMS * tile.resident, 1)
     assert programs <= tiles * hopper_tiles.steps(tile, p), "no program without work"
-    assert programs <= 4 * SMS, "a counter a program"
+    assert programs * tile.warps <= hopper_tiles.COUNTERS * SMS, "a counter for each warp of each program"
 
 
 @pytest.mark.parametrize("m", [m for m in ROWS if m <= 2048])
