@@ -190,7 +190,8 @@ def tune_shape(k: int, n: int, ms: list[int], a: argparse.Namespace, usable: set
         point = Point(x, (x @ dense.t()).float(), weights, group, a.ms)
         p = portable.problem(x, q.scales, None, n, group)
         rule = hopper_tiles.by_rule(p)
-        first = [replace(t, programs=hopper_tiles.programs(t, p)) for t in variants(m) if t in usable]
+        taken = [t for t in variants(m) if t in usable and hopper_tiles.legal(t, p) == t]
+        first = [replace(t, programs=hopper_tiles.programs(t, p)) for t in taken]
         rows = point.best(first)
         more = [
             replace(tile, programs=count)

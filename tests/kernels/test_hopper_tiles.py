@@ -86,10 +86,10 @@ def test_waves_of_whole_tiles(tiles: int, programs: int, waves: int) -> None:
 
 
 def test_whole_waves_where_tiles_divide() -> None:
-    """448 tiles: four waves of 112 programs, nothing shared, rather than 3.4 on 132 multiprocessors."""
-    p = problem(512, 28672, 4096)
+    """256 tiles: two waves of 128 programs, nothing shared; of 448 a few are, so that no multiprocessor idles."""
     tile = hopper_tiles.Tile("wide", 256, 128, 4, 3, 8, 168, 1, False, 12)
-    assert hopper_tiles.programs(tile, p) == 112
+    assert hopper_tiles.programs(tile, problem(1024, 8192, 28672)) == 128
+    assert hopper_tiles.programs(tile, problem(512, 28672, 4096)) == 132
 
 
 def test_whole_shares_where_tiles_are_few() -> None:

@@ -97,7 +97,7 @@ def choose(p: Problem) -> Tile | None:
 
 def by_rule(p: Problem) -> Tile | None:
     """The tile by the rule alone."""
-    return legal(_by_rows(p, narrow_layer=_columns(p, 128) < 48), p)
+    return legal(_by_rows(p, narrow_layer=_columns(p, 128) <= 48), p)
 
 
 def legal(tile: Tile | None, p: Problem) -> Tile | None:
@@ -142,23 +142,36 @@ def _nearest(p: Problem) -> dict[str, Any] | None:
 
 def _by_rows(p: Problem, narrow_layer: bool) -> Tile | None:
     slots = 2 * p.sms
+    thrice = slots < _columns(p, 64) <= 3 * p.sms  # a tile for each of three programs a multiprocessor
     if p.m <= 8:
+        if thrice:
+            return replace(_narrow(8, 64, 4, 3, 4, 80), resident=3)
         if _columns(p, 64) > slots >= _columns(p, 128):
             return _narrow(8, 128, 2, 3, 8, 80)
         return _narrow(8, 64, 4, 3, 4, 128)
     if p.m <= 16:
+        if thrice:
+            return replace(_narrow(16, 64, 4, 2, 4, 80), resident=3)
         return _narrow(16, 64, 4, 3, 4, 128) if _columns(p, 64) <= slots else _wide(16, 128, 6, 4, 128, 2, True)
     if p.m <= 32:
+        if thrice:
+            return _wide(32, 64, 6, 4, 80, 3, True)
         if not narrow_layer:
             return _wide(32, 128, 4, 4, 128, 2, True)
-        return _wide(32, 64, 5, 4, 80, 3, True) if p.k >= 8192 else _narrow(16, 64, 4, 3, 4, 128)
+        return _wide(32, 64, 5, 4, 80, 3, True) if p.k >= 8192 else _wide(32, 64, 4, 4, 128, 2, True)
     if p.m <= 64:
+        if thrice:
+            return _wide(64, 64, 3, 4, 80, 3, True)
+        if p.narrow and _columns(p, 256) * min(p.k, 28672) >= 96 * 4096:
+            return _wide(64, 256, 4, 8, 168, 1, False, depth=4)
         if _columns(p, 128) >= 96:
             return _wide(64, 128, 4, 4, 128, 2, True)
         return _wide(64, 64, 4, 4, 80, 2, True) if p.k >= 8192 else _wide(64, 64, 6, 4, 128, 1, True)
     large = _columns(p, 128) >= 160
     if p.m <= 128:
-        return _wide(128, 128, 4, 8, 168, 1, False, depth=4) if large else _wide(128, 64, 4, 4, 168, 1, False)
+        if _columns(p, 128) >= 64:
+            return _wide(128, 128, 4, 8, 168, 1, False, depth=4)
+        return _wide(128, 64, 4, 4, 168, 1, False)
     if p.m >= DENSE_FROM:
         return None
     # narrow tiles where those of 256 x 128 are too few to go round
@@ -204,8 +217,8 @@ def programs(tile: Tile, p: Problem) -> int:
         share = min(slots // tiles, most)
         if tiles * share >= 0.6 * slots or share == most:
             return tiles * share
-    elif not tile.on_sum:
-        # waves of whole tiles on nearly all of the device beat cutting tiles: fewer multiprocessors clock higher
+    elif not tile.on_sum and tiles <= 2 * slots:
+        # two waves of whole tiles on nearly all of the device beat cutting each of them
         return next((n for n in range(slots, slots * 5 // 6, -1) if tiles % n == 0), slots)
     return min(slots, tiles * steps(tile, p))
 
