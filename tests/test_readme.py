@@ -117,7 +117,6 @@ def test_load_times_of_vllm(tool: ModuleType, tmp_path: Path, monkeypatch: pytes
 
 
 SHAPES = ((4096, 4096), (4096, 28672), (8192, 57344), (28672, 8192), (576, 1536))
-PEERS_RECORD = "kernels-NVIDIA-H200-fp16-sym-peers"
 NINE = ("kernels-NVIDIA-H200-fp16-sym-nine", "kernels-NVIDIA-H200-bf16-asym-nine")
 
 
@@ -155,10 +154,9 @@ def record(dtype: str, symmetric: bool) -> dict[str, Any]:
 
 @pytest.fixture
 def nine(tool: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A folder with the records of one run over more shapes, and the record before it."""
+    """A folder with the records of one run."""
     for name, kind in zip(NINE, (("fp16", True), ("bf16", False)), strict=True):
         (tmp_path / f"{name}.json").write_text(json.dumps(record(*kind)))
-    (tmp_path / f"{PEERS_RECORD}.json").write_text((tool.BENCHMARKS / f"{PEERS_RECORD}.json").read_text())
     monkeypatch.setattr(tool, "BENCHMARKS", tmp_path)
     return tmp_path
 
@@ -207,10 +205,6 @@ def test_the_roofline_from_the_record_in_float16(tool: ModuleType, nine: Path) -
 
 def test_half_of_a_run_is_not_shown(tool: ModuleType, nine: Path) -> None:
     (nine / f"{NINE[1]}.json").unlink()
-    for section in (tool.speed, tool.peers, tool.roofline):
-        assert PEERS_RECORD in section()
-        assert "nine" not in section()
-    (nine / f"{PEERS_RECORD}.json").unlink()
     assert tool.speed() == tool.peers() == tool.roofline() == ""
 
 

@@ -1,9 +1,8 @@
 """Our backends as peers of a peerbench run: ``peerbench.py --extra tools/peer_ours.py``.
 
 Each backend of the registry that takes the device is a peer ``w4plugin-<backend>``. ``w4plugin-fused`` and
-``w4plugin-dense`` are the portable backend held to one of its two paths, to show where they cross. ``warm-up``, named
-first, wakes the device for a shape's first kernel. A file that EXTRA_PEERS names, with its own ``PEERS``, joins the
-run.
+``w4plugin-dense`` are the portable backend held to one of its two paths, to show where they cross. A file that
+EXTRA_PEERS names, with its own ``PEERS``, joins the run.
 """
 
 from __future__ import annotations
@@ -22,7 +21,6 @@ import torch
 from torch import Tensor
 
 from w4plugin import kernels
-from w4plugin.bench import timing
 from w4plugin.errors import UnsupportedError
 from w4plugin.kernels import device, plain, portable, tiles
 from w4plugin.tensor import W4Tensor
@@ -81,12 +79,6 @@ def path(dense: bool) -> Factory:
     return make
 
 
-def warm_up(q: Any, args: Any) -> tuple[State, Callable[[State, Tensor], Tensor]]:
-    """Not a kernel: half a second of products, for a device that may have idled while weights were made."""
-    timing.wake(q.dtype)
-    raise RuntimeError("the device is warm")  # how a peer says that there is nothing to time
-
-
 def _fitting() -> dict[str, Factory]:
     where = device.target("cuda", torch.float16)
     names = [b.name for b in kernels.BACKENDS if b is not plain.BACKEND and b.why_not(where, None) is None]
@@ -103,7 +95,6 @@ def _extra() -> dict[str, Factory]:
 
 
 PEERS: dict[str, Factory] = {
-    "warm-up": warm_up,
     **(_fitting() if torch.cuda.is_available() else {}),
     "w4plugin-fused": path(dense=False),
     "w4plugin-dense": path(dense=True),

@@ -108,20 +108,14 @@ RIGHT = 2e-2
 
 NINE = ("kernels-NVIDIA-H200-fp16-sym-nine", "kernels-NVIDIA-H200-bf16-asym-nine")
 """Records of one run over nine shapes."""
-FIVE = ("kernels-NVIDIA-H200-fp16-sym-peers",)
-"""The record before: five shapes, symmetric only."""
-
 Point = tuple[int, int, int]
 """K, N, M."""
 
 
 def kernel_records() -> dict[str, Mapping[str, Any]]:
-    """The runs of tools/bench that the pages show, float16 first: NINE if both are there, else FIVE."""
-    for names in (NINE, FIVE):
-        found = {name: record for name in names if (record := results(name)) is not None}
-        if len(found) == len(names):
-            return found
-    return {}
+    """The runs of tools/bench that the pages show, float16 first; none unless both are there."""
+    found = {name: record for name in NINE if (record := results(name)) is not None}
+    return found if len(found) == len(NINE) else {}
 
 
 def times(record: Mapping[str, Any]) -> dict[str, dict[Point, float]]:
@@ -164,8 +158,6 @@ def weights_of(record: Mapping[str, Any]) -> str:
 def speed() -> str:
     """Kernels of one run of tools/bench: the means, the picture, the table, the share of the limit at M = 1."""
     found = kernel_records()
-    if tuple(found) == FIVE:
-        return speed_of_five(found[FIVE[0]])
     if not found:
         return ""
     rows = []
@@ -240,46 +232,6 @@ def ridge(found: Mapping[str, Any]) -> str:
         f"weights are\nmemory-bound below M = {critical['16 bit']:.0f}, 4-bit ones below {critical['4 bit']:.0f} "
         "(an A100: 156 and 39).\n"
     )
-
-
-def speed_of_five(found: Mapping[str, Any]) -> str:
-    """The record before: the table, the means, the picture."""
-    times = {(r["K"], r["N"], r["M"], r["kernel"]): r["us"] for r in found["rows"]}
-    points = sorted({key[:3] for key in times if key[3] == OURS})
-    rows, ratios = [], {}
-    for k, n, m in points:
-        ours, dense = times[k, n, m, OURS], times[k, n, m, DENSE]
-        peers = {key[3]: us for key, us in times.items() if key[:3] == (k, n, m) and key[3] not in (OURS, DENSE)}
-        best = min(peers, key=lambda name: peers[name])
-        ratios[k, n, m] = (peers[best] / ours, dense / ours)
-        if m in (1, 8, 16, 32, 64, 128, 256, 1024, 4096):
-            rows.append((f"{k} x {n}", str(m), f"{ours:.1f}", f"{peers[best]:.1f} {best}", f"{dense:.1f}"))
-    means = [
-        (
-            f"{first} to {last}",
-            f"{geometric(r[0] for (_, _, m), r in ratios.items() if first <= m <= last):.2f}",
-            f"{geometric(r[1] for (_, _, m), r in ratios.items() if first <= m <= last):.2f}",
-        )
-        for first, last in BANDS
-    ]
-    return f"""\
-{found["device"]}, float16, symmetric, groups of 128, {found["date"]}, torch {found["torch"]}, triton {found["triton"]}:
-[one run](benchmarks/kernels-NVIDIA-H200-fp16-sym-peers.json). Times of ours against the best of Marlin, Machete,
-Humming, ExLlamaV2, tinygemm and vLLM's Triton kernel, and against cuBLAS in float16, as geometric means of ratios
-(above 1: ours is faster):
-
-{table(("rows M", "best W4 peer / ours", "cuBLAS / ours"), means)}
-![speed-up over cuBLAS against M, over the roofline](benchmarks/kernels-NVIDIA-H200-fp16-sym.png)
-
-<details><summary>microseconds a call</summary>
-
-{table(("K x N", "M", "w4plugin", "best W4 peer", "cuBLAS fp16"), rows)}
-</details>
-
-{ridge(found)}{traffic()}\
-Peers were compiled for Hopper ahead of time where their wheels hold only PTX; Humming did not run every
-shape.
-"""
 
 
 def traffic() -> str:
@@ -445,15 +397,14 @@ def gpus() -> str:
 def peers() -> str:
     """Each kernel's time over ours, from the runs that timed them all."""
     found = kernel_records()
-    shown = PEERS if tuple(found) == FIVE else {DENSE: "cuBLAS, 16-bit weights", **PEERS}
-    return "\n".join(each_peer(name, record, shown) for name, record in found.items())
+    return "\n".join(each_peer(name, record) for name, record in found.items())
 
 
-def each_peer(name: str, record: Mapping[str, Any], shown: Mapping[str, str]) -> str:
+def each_peer(name: str, record: Mapping[str, Any]) -> str:
     """The same from one record."""
     kernels = times(record)
     rows = []
-    for kernel, title in shown.items():
+    for kernel, title in {DENSE: "cuBLAS, 16-bit weights", **PEERS}.items():
         ratios = {p: us / kernels[OURS][p] for p, us in kernels.get(kernel, {}).items() if p in kernels[OURS]}
         if ratios:
             rows.append((title, str(len(ratios)), *means(ratios)))
