@@ -43,6 +43,7 @@ SMALL = [
     Case(192, 48, 128),  # the last group is short
     Case(192, 48, 128, False, BF16),
     Case(96, 24, 32),
+    Case(160, 32, 32),  # half a block of 64 rows
     Case(96, 24, 16, True, F32),
     Case(80, 40, 16, False),
     Case(576, 33, -1),

@@ -183,7 +183,8 @@ with open(os.environ["SEEN"], "a") as seen:
     seen.write(json.dumps([a.shapes, a.m, a.rep_ms, os.environ.get("EXTRA_PEERS", "")]) + "\\n")
 if a.rep_ms == "1" and a.m == "2":
     time.sleep(60)
-Path(a.out, "result.json").write_text(json.dumps({"rows": [{"peer": "quack"}]}))
+rows = [{"peer": "quack", "M": int(m)} for m in a.m.split(",")]
+Path(a.out, "result.json").write_text(json.dumps({"rows": rows}))
 """
 
 
@@ -234,12 +235,13 @@ def test_peers_are_compiled_beforehand(
     monkeypatch.setenv("SEEN", str(tmp_path / "seen"))
     a = argparse.Namespace(
         peers=str(tmp_path), kernels="quack", shapes="64x32,128x32", dtype="bf16", group=128, asym=True, cold_mb=150,
-        rep_ms=30, budget=9, extra=str(tmp_path / "quack_peer.py"), warm=3, warm_seconds=6,
+        rep_ms=30, budget=9, extra=str(tmp_path / "quack_peer.py"), warm=3, warm_seconds=6, wake=3,
     )  # fmt: skip
-    assert bench.with_peers(a, [1, 2, 4, 8]) == [{"peer": "quack"}]
+    rows = bench.with_peers(a, [1, 2, 4, 8])
+    assert [row["M"] for row in rows] == [1, 2, 4, 8], "the point that wakes the device is left out"
     assert "compiled beforehand: 4 of 6 parts" in capsys.readouterr().out
     *before, last = map(json.loads, (tmp_path / "seen").read_text().splitlines())
-    assert last == ["64x32,128x32", "1,2,4,8", "30", a.extra]
+    assert last == ["64x32,128x32", "3,1,2,4,8", "30", a.extra]
     assert {shape for shape, *_ in before} == {"64x32", "128x32"}
     for shape in ("64x32", "128x32"):
         assert sorted(m for s, part, *_ in before if s == shape for m in part.split(",")) == ["1", "2", "4", "8"]
