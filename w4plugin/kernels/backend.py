@@ -54,7 +54,7 @@ class Prepared:
         counters: int32, all zero between calls, None where a backend needs none. Split-K kernels count arrivals in them
             and reset them. They belong to the weight, not to a stream or a call: a CUDA graph may hold them, no call
             pays for clearing them, and two layers on two streams cannot meet in them. (One layer must not run on two
-            streams at once.)
+            streams at once: programs of either would wait for the other's.)
         K: in_features.
         N: out_features.
         group_size: rows in a group.
