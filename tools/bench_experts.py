@@ -126,17 +126,12 @@ def quiet() -> Any:
 # ------------------------------------------------------------------------------------------------------- measuring
 
 
-def copies_of(layer: Layer, cold_mb: float) -> int:
-    """Copies of a layer that exceed the cache together; two at least."""
-    return max(2, -(-int(cold_mb * 2**20) // layer.nbytes()))
-
-
 def measure_layer(
     layer: Layer, tokens: list[int], a: argparse.Namespace, names: list[str], device: str, deadline: float
 ) -> tuple[list[dict[str, Any]], dict[str, str]]:
     """(rows, reasons of kernels that could not run)."""
     dtype, rows, reasons = DTYPES[a.dtype], [], {}
-    copies = copies_of(layer, a.cold_mb)
+    copies = timing.cold_copies(layer.nbytes(), a.cold_mb)
     weights = [weights_of(layer, dtype, device, 10 * i) for i in range(copies)]
     wanted: dict[int, Tensor] = {}
     for name in names:

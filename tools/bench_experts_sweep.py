@@ -108,7 +108,7 @@ def compile_one(job: tuple[Layer, int, str, Layout]) -> str | None:
 
 def sweep(layer: Layer, tokens: list[int], a: argparse.Namespace, pool: Any, deadline: float) -> list[dict[str, Any]]:
     """Every layout's time at every number of tokens of a layer."""
-    dtype, copies = DTYPES[a.dtype], bench_experts.copies_of(layer, a.cold_mb)
+    dtype, copies = DTYPES[a.dtype], timing.cold_copies(layer.nbytes(), a.cold_mb)
     calls = []
     for i in range(copies):
         p = kernels.prepare_experts(*bench_experts.weights_of(layer, dtype, "cuda", 10 * i), dtype=dtype)

@@ -18,7 +18,7 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import torch
-from graph_timing import microseconds
+from graph_timing import cold_copies, microseconds
 
 from w4plugin import kernels
 from w4plugin.kernels import device, hopper, hopper_tiles, portable
@@ -180,10 +180,10 @@ def tune_shape(k: int, n: int, ms: list[int], a: argparse.Namespace, usable: set
     group = a.group if k % a.group == 0 else 64
     w = random_weight(k, n, group, a.asym, dtype)
     q = kernels.prepare(w, dtype=dtype, backend="hopper")
-    copies = max(2, min(200, -(-int(a.cold_mb * 2**20) // q.nbytes())))
+    copies = cold_copies(q.nbytes(), a.cold_mb)
     weights = [replace(q, qweight=q.qweight.clone(), scales=q.scales.clone()) for _ in range(copies)]
     dense = w.dequantize(dtype).t().contiguous()
-    dense_copies = max(2, -(-int(a.cold_mb * 2**20) // (2 * k * n)))
+    dense_copies = cold_copies(2 * k * n, a.cold_mb)
     denses = [dense.clone() for _ in range(dense_copies)]
     for m in ms:
         x = torch.randn(m, k, device="cuda").to(dtype)

@@ -81,8 +81,11 @@ def test_direct_sends_what_triton_sends(encoder: Encoder, asym: bool) -> None:
     tile = Tile("wide", 128, 64, 4, 4, 4, 168, 1, False, 12)
     plan = hopper.make_plan(tile, p, torch.float16, asym, True)
     compiled = Compiled(plan)
-    x = View(1 << 20, (100, 4096), (4096, 1))
-    views = (View(2 << 20, (16384, 128), (128, 1)), View(3 << 20, (131072,), (1,)), View(4 << 20, (131072,), (1,)))
+    x = View(1 << 20, (64, 100, 64), (64, 4096, 1))
+    scales, zeros = torch.ones(32, 4096, dtype=torch.float16), torch.ones(32, 4096, dtype=torch.uint8) if asym else None
+    views = hopper._weight_views(torch.zeros(64, 256, 128, dtype=torch.int32), scales, zeros)
+    for view, (box, _) in zip((x, *views), plan.layouts, strict=True):
+        assert len(view.shape) == len(view.strides) == len(box)
     rest = (11, 12, None, 13, *plan.sizes, *plan.constants)
     bound = hopper_launch.Bound(compiled[GRID])
     bound(0, x, bound.weight(views), rest)

@@ -126,9 +126,12 @@ def launches(count: int) -> list[tuple[int, int, int]]:
     return list(dict.fromkeys([*LAUNCHES, *((4096, -(-count // (4096 * programs)), 8) for programs in at_once)]))
 
 
-def wake(dtype: torch.dtype = torch.float16) -> None:
-    """Half a second of products, for a GPU that may have idled: its clocks are low then."""
-    x = torch.randn(4096, 4096, device="cuda", dtype=dtype)
+def wake() -> None:
+    """Half a second of products, for a GPU that may have idled: its clocks are low then.
+
+    They leave it at its power limit, which reading bears and a kernel that also unpacks does not.
+    """
+    x = torch.randn(4096, 4096, device="cuda", dtype=torch.float16)
     end = time.monotonic() + 0.5
     while time.monotonic() < end:
         for _ in range(50):

@@ -14,14 +14,11 @@ from torch import Tensor
 
 from w4plugin.kernels import device, grouping, hopper_launch, hopper_tiles, portable
 from w4plugin.kernels.backend import Backend, Prepared, Target
-from w4plugin.kernels.fragments import COLUMNS
+from w4plugin.kernels.fragments import COLUMNS, ROWS, WORDS
 from w4plugin.kernels.hopper_launch import View
 from w4plugin.kernels.hopper_tiles import CHUNK, Tile
 from w4plugin.kernels.tiles import Problem
 from w4plugin.tensor import W4Tensor
-
-BLOCK = 64
-"""Rows of the weight in a block of fragment order, columns of x that a request for it brings."""
 
 RUN = 32
 """Shortest group that the kernels can cut a chunk into."""
@@ -132,17 +129,16 @@ def make_plan(tile: Tile | None, p: Problem, scale_dtype: torch.dtype, asym: boo
     programs = min(hopper_tiles.programs(tile, p), tiles * steps)
     waves = hopper_tiles.waves(tiles, programs)
     total = (tiles - waves * programs) * steps
-    unroll = tile.depth if tile.kind == "narrow" else 1
     # a stage's scales in one box; where chunks share a group, one by one
-    rows = groups * unroll if chunks_a_group == 1 else 1
+    rows = groups * tile.unroll if chunks_a_group == 1 else 1
 
     def flat(bits: int, rank: int) -> Any:
         return gl.NVMMASharedLayout(swizzle_byte_width=0, element_bitwidth=bits, rank=rank)
 
     scales = ([rows, tile.bn], flat(8 * scale_dtype.itemsize, 2))
     layouts = (
-        ([2 * unroll, tile.bm, 64], gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=3)),
-        ([2 * unroll, tile.bn // COLUMNS, 128], flat(32, 3)),
+        ([2 * tile.unroll, tile.bm, ROWS], gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=3)),
+        ([2 * tile.unroll, tile.bn // COLUMNS, WORDS], flat(32, 3)),
         scales,
         ([rows, max(tile.bn, 128)], flat(8, 2)) if asym else scales,  # TMA writes at multiples of 128 bytes
     )
@@ -150,7 +146,7 @@ def make_plan(tile: Tile | None, p: Problem, scale_dtype: torch.dtype, asym: boo
         tile=tile,
         kernel=kernels.narrow_kernel if tile.kind == "narrow" else kernels.wide_kernel,
         grid=(programs, 1, 1),
-        sizes=(p.m, p.n, steps, total, waves, tiles_m, tiles_n, max(1, hopper_tiles.BAND // tile.bm), chunks_a_group),
+        sizes=(p.m, p.n, steps, total, waves, tiles_m, tiles_n, hopper_tiles.BAND // tile.bm, chunks_a_group),
         constants=(
             tile.bm,
             tile.bn,
@@ -196,13 +192,13 @@ def multiply(
         x = x.index_select(1, g_idx)
     elif x.stride(1) != 1 or x.stride(0) % 8 or x.data_ptr() % 16:
         x = x.clone(memory_format=torch.contiguous_format)
-    if plan.tile is not None and k % BLOCK:
-        x = torch.nn.functional.pad(x, (0, -k % BLOCK))
+    if plan.tile is not None and k % ROWS:
+        x = torch.nn.functional.pad(x, (0, -k % ROWS))
     if plan.tile is None:
         return portable._dense(x, qweight, scales, zeros, None, bias, n, group_size)
     out = x.new_empty((m, n))
     partial = x.new_empty(plan.share, dtype=torch.float32) if plan.share else None
-    x_view = View(x.data_ptr(), (x.shape[1] // BLOCK, m, BLOCK), (BLOCK, x.stride(0) if m > 1 else x.shape[1], 1))
+    x_view = View(x.data_ptr(), (x.shape[1] // ROWS, m, ROWS), (ROWS, x.stride(0) if m > 1 else x.shape[1], 1))
     aligned = bias is None or bias.data_ptr() % 16 == 0  # what a kept kernel was compiled for
     where = x.device
     with device.current(where):
@@ -238,9 +234,9 @@ def multiply(
 
 def _weight_views(qweight: Tensor, scales: Tensor, zeros: Tensor | None) -> tuple[View, ...]:
     groups, n = scales.shape
-    blocks_n = n // COLUMNS
+    row = WORDS * (n // COLUMNS)
     return (
-        View(qweight.data_ptr(), (qweight.numel() // (128 * blocks_n), blocks_n, 128), (128 * blocks_n, 128, 1)),
+        View(qweight.data_ptr(), (qweight.numel() // row, n // COLUMNS, WORDS), (row, WORDS, 1)),
         View(scales.data_ptr(), (groups, n), (n, 1)),
         View((scales if zeros is None else zeros).data_ptr(), (groups, n), (n, 1)),
     )

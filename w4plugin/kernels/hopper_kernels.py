@@ -208,19 +208,9 @@ def wide_worker(
                 n = h + 1 if h + 1 < PIECES else 0
                 if AHEAD == 0 and n == 0:
                     b_first, b_c, b_d, b_f = next_chunk(
-                        b_part,
-                        s_words,
-                        s_scales,
-                        s_zeros,
-                        n_stage,
-                        i + 1 < count,
-                        BN,
-                        WARPS,
-                        GROUPS,
-                        DTYPE,
-                        ASYM,
-                        SCALED,
-                    )
+                        b_part, s_words, s_scales, s_zeros, n_stage, i + 1 < count,
+                        BN, WARPS, GROUPS, DTYPE, ASYM, SCALED,
+                    )  # fmt: skip
                 b_words = b_first if n * 2 < PIECES else b_second
                 b_part = b_words if PIECES == 2 else half_block(b_words, n % 2, BN)
                 if n > 0 and n * GROUPS % PIECES == 0:
@@ -235,19 +225,9 @@ def wide_worker(
                     acc += done * p_scale.load(gl.SliceLayout(1, MMA)).to(gl.float32)[:, None]
                 if AHEAD > 0 and h == PIECES - 1 - AHEAD:
                     b_first, b_c, b_d, b_f = next_chunk(
-                        b_part,
-                        s_words,
-                        s_scales,
-                        s_zeros,
-                        n_stage,
-                        i + 1 < count,
-                        BN,
-                        WARPS,
-                        GROUPS,
-                        DTYPE,
-                        ASYM,
-                        SCALED,
-                    )
+                        b_part, s_words, s_scales, s_zeros, n_stage, i + 1 < count,
+                        BN, WARPS, GROUPS, DTYPE, ASYM, SCALED,
+                    )  # fmt: skip
                 if n == 0:
                     b_second = load_block(s_words.index(2 * n_stage + 1), WORDS, BN)
                 b_a = b_next

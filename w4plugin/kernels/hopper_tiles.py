@@ -67,6 +67,11 @@ class Tile:
     shortest: int
     programs: int = 0
 
+    @property
+    def unroll(self) -> int:
+        """Chunks a stage."""
+        return self.depth if self.kind == "narrow" else 1
+
 
 def _narrow(bm: int, bn: int, depth: int, stages: int, warps: int, registers: int) -> Tile:
     return Tile("narrow", bm, bn, depth, stages, warps, registers, 2, True, 16)
@@ -119,7 +124,7 @@ def shared_bytes(tile: Tile, p: Problem) -> int:
     groups = CHUNK // p.group if 0 < p.group < CHUNK else 1
     scales = (2 if p.narrow else 4) * tile.bn + max(tile.bn, 128)
     chunk = tile.bn * CHUNK // 2 + tile.bm * 2 * CHUNK + groups * scales
-    return tile.stages * chunk * (tile.depth if tile.kind == "narrow" else 1) + 1024
+    return tile.stages * chunk * tile.unroll + 1024
 
 
 @functools.cache
@@ -196,8 +201,7 @@ def deepest(warps: int) -> int:
 
 def steps(tile: Tile, p: Problem) -> int:
     """Units of work along K of one tile."""
-    unroll = tile.depth if tile.kind == "narrow" else 1
-    return -(-p.k // (CHUNK * unroll))
+    return -(-p.k // (CHUNK * tile.unroll))
 
 
 def programs(tile: Tile, p: Problem) -> int:
@@ -211,8 +215,7 @@ def programs(tile: Tile, p: Problem) -> int:
     if tile.programs:
         return min(tile.programs, tiles * steps(tile, p), counted)
     slots = min(p.sms * tile.resident, counted)
-    unroll = tile.depth if tile.kind == "narrow" else 1
-    most = max(1, steps(tile, p) * unroll // tile.shortest)
+    most = max(1, steps(tile, p) * tile.unroll // tile.shortest)
     if tiles <= slots:
         share = min(slots // tiles, most)
         if tiles * share >= 0.6 * slots or share == most:
