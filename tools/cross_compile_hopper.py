@@ -59,10 +59,10 @@ def compile_variant(v: Variant) -> Any:
     p = Problem(v.tile.bm, 4096, 4096, v.group, v.dtype == v.scales, "sm_90", 132)
     plan = hopper.make_plan(v.tile, p, v.scales, v.asym, True)
     names = plan.kernel.arg_names
-    kinds = (NAMES[v.dtype], "i32", NAMES[v.scales], "u8" if v.asym else NAMES[v.scales])
+    kinds = (NAMES[v.dtype], "i32", NAMES[v.scales], "u8" if v.asym else NAMES[v.scales], NAMES[v.dtype])
     arguments = [
         f"tensordesc<{kind}[{','.join(map(str, box))}],{layout!r}>"
-        for kind, (box, layout) in zip(kinds, plan.layouts, strict=True)
+        for kind, (box, layout) in zip(kinds, plan.layouts, strict=False)
     ]
     arguments += [f"*{NAMES[v.dtype]}", f"*{NAMES[v.dtype]}", "*fp32", "*i32", *(["i32"] * len(plan.sizes))]
     signature = dict(zip(names, arguments + ["constexpr"] * len(plan.constants), strict=True))

@@ -58,15 +58,16 @@ def variants(m: int) -> list[Tile]:
                 continue  # a weight would be scaled for too few products
             for resident in (1, 2, 3):
                 registers = REGISTERS // (32 * resident * (warps + 4)) // 8 * 8
-                if registers < 80 or (resident == 3 and sums > 32) or (resident == 2 and sums > 64):
+                if registers < 80 or (resident == 3 and sums > 32) or (resident == 2 and sums > 64 and warps == 8):
                     continue
                 size = bn * 64 + bm * 256 + 3 * bn
-                deepest = min(hopper_tiles.deepest(warps), (hopper_tiles.SHARED // resident - 1024) // size)
-                for stages in sorted({deepest, min(deepest, 4)}):
-                    if stages >= 2:
-                        out.append(
-                            Tile("wide", bm, bn, depth, stages, warps, min(registers, 168), resident, on_sum, 12)
-                        )
+                for staged in [False] if on_sum or bm < 128 else [False, True]:
+                    room = hopper_tiles.SHARED // resident - 1024 - 2 * bm * bn * staged
+                    deepest = min(hopper_tiles.deepest(warps), room // size)
+                    for stages in sorted({deepest, min(deepest, 4)}):
+                        if stages >= 2:
+                            shape = (bm, bn, depth, stages, warps, min(registers, 168), resident, on_sum, 12)
+                            out.append(Tile("wide", *shape, staged=staged))
     return out
 
 
@@ -170,7 +171,7 @@ def brief(tile: Tile | None) -> str:
     where = "sum" if tile.on_sum else "weights"
     return (
         f"{tile.kind} {tile.bm}x{tile.bn}x{tile.depth} stages {tile.stages} warps {tile.warps} x{tile.resident}"
-        f" {where} programs {tile.programs}"
+        f" {where} programs {tile.programs}{' staged' if tile.staged else ''}"
     )
 
 

@@ -43,10 +43,12 @@ class Compiled:
         from triton.backends.nvidia import driver
 
         self.sent: list[Any] = []
-        kinds = [f"tensordesc<{i}>" for i in range(4)] + ["i32"] * (4 + len(plan.sizes) + len(plan.constants))
+        kinds = [f"tensordesc<{i}>" for i in range(len(plan.layouts))] + ["i32"] * (
+            4 + len(plan.sizes) + len(plan.constants)
+        )
         meta = [
-            {"swizzle": i, "elem_size": 2, "elem_type": 6, "block_size": box, "fp4_padded": False}
-            for i, (box, _) in enumerate(plan.layouts)
+            {"swizzle": i, "elem_size": 2, "elem_type": 6, "block_size": plan.layouts[i][0], "fp4_padded": False}
+            for i in map(plan.layouts.index, plan.layouts)
         ]
         launch = driver.wrap_handle_tensordesc(lambda *all_: self.sent.append(all_), dict(enumerate(kinds)), meta)
         self.run = SimpleNamespace(
@@ -76,22 +78,27 @@ def encoder(monkeypatch: pytest.MonkeyPatch) -> Encoder:
 
 @pytest.mark.cpu_only
 @pytest.mark.parametrize("asym", [False, True])
-def test_direct_sends_what_triton_sends(encoder: Encoder, asym: bool) -> None:
+@pytest.mark.parametrize("kind", ["narrow", "wide", "staged"])
+def test_direct_sends_what_triton_sends(encoder: Encoder, asym: bool, kind: str) -> None:
     p = Problem(100, 4096, 4096, 128, True, "sm_90", 132)
-    tile = Tile("wide", 128, 64, 4, 4, 4, 168, 1, False, 12)
+    tile = Tile("wide", 128, 64, 4, 4, 4, 168, 1, False, 12, staged=kind == "staged")
+    if kind == "narrow":
+        tile = Tile("narrow", 8, 64, 4, 3, 4, 128, 2, True, 16)
     plan = hopper.make_plan(tile, p, torch.float16, asym, True)
     compiled = Compiled(plan)
     x = View(1 << 20, (64, 100, 64), (64, 4096, 1))
     scales, zeros = torch.ones(32, 4096, dtype=torch.float16), torch.ones(32, 4096, dtype=torch.uint8) if asym else None
     views = hopper._weight_views(torch.zeros(64, 256, 128, dtype=torch.int32), scales, zeros)
-    for view, (box, _) in zip((x, *views), plan.layouts, strict=True):
+    out = View(1 << 21, (100, 4096), (4096, 1))
+    after = {"narrow": (), "wide": (x,), "staged": (out,)}[kind]
+    for view, (box, _) in zip((x, *views, *after), plan.layouts, strict=True):
         assert len(view.shape) == len(view.strides) == len(box)
     rest = (11, 12, None, 13, *plan.sizes, *plan.constants)
     bound = hopper_launch.Bound(compiled[GRID])
-    bound(0, x, bound.weight(views), rest)
+    bound(0, x, bound.weight(views), after, rest)
     shortest = hopper_launch.of(compiled, GRID)
     assert isinstance(shortest, hopper_launch.Direct) == (device.triton_release() == hopper_launch.KNOWN)
-    shortest(0, x, shortest.weight(views), rest)
+    shortest(0, x, shortest.weight(views), after, rest)
     by_triton, sent = compiled.sent
     assert sent == by_triton
     arguments = sent[13:] if device.triton_release() == hopper_launch.KNOWN else sent[-1]

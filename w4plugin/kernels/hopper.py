@@ -136,12 +136,15 @@ def make_plan(tile: Tile | None, p: Problem, scale_dtype: torch.dtype, asym: boo
         return gl.NVMMASharedLayout(swizzle_byte_width=0, element_bitwidth=bits, rank=rank)
 
     scales = ([rows, tile.bn], flat(8 * scale_dtype.itemsize, 2))
-    layouts = (
+    layouts: tuple[tuple[list[int], Any], ...] = (
         ([2 * tile.unroll, tile.bm, ROWS], gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=3)),
         ([2 * tile.unroll, tile.bn // COLUMNS, WORDS], flat(32, 3)),
         scales,
         ([rows, max(tile.bn, 128)], flat(8, 2)) if asym else scales,  # TMA writes at multiples of 128 bytes
     )
+    if tile.kind == "wide":
+        out = ([tile.bm, tile.bn], gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2))
+        layouts += (out if tile.staged else layouts[0],)
     return Plan(
         tile=tile,
         kernel=kernels.narrow_kernel if tile.kind == "narrow" else kernels.wide_kernel,
@@ -158,6 +161,7 @@ def make_plan(tile: Tile | None, p: Problem, scale_dtype: torch.dtype, asym: boo
             bias,
             True,
             not tile.on_sum,
+            *([tile.staged] if tile.kind == "wide" else []),
         ),
         options={"num_warps": tile.warps, "maxnreg": tile.registers, "launch_pdl": True},
         layouts=layouts,
@@ -199,6 +203,8 @@ def multiply(
     out = x.new_empty((m, n))
     partial = x.new_empty(plan.share, dtype=torch.float32) if plan.share else None
     x_view = View(x.data_ptr(), (x.shape[1] // ROWS, m, ROWS), (ROWS, x.stride(0) if m > 1 else x.shape[1], 1))
+    # where the tile is sent; the kernels with wgmma take a descriptor for it that others fill with x's
+    after = (View(out.data_ptr(), (m, n), (n, 1)) if plan.tile.staged else x_view,) if plan.tile.kind == "wide" else ()
     aligned = bias is None or bias.data_ptr() % 16 == 0  # what a kept kernel was compiled for
     where = x.device
     with device.current(where):
@@ -214,10 +220,14 @@ def multiply(
                 (out if bias is None else bias).data_ptr(), out.data_ptr(),
                 None if partial is None else partial.data_ptr(), counters.data_ptr(),  # type: ignore[union-attr]
             )  # fmt: skip
-            launch(where.index, x_view, weight, (*pointers, *plan.sizes, *plan.constants))
+            launch(where.index, x_view, weight, after, (*pointers, *plan.sizes, *plan.constants))
             return out
         compiled = plan.kernel[plan.grid](
-            *_descriptors(plan, x_view, x, qweight, scales, zeros),
+            *_descriptors(
+                plan,
+                (x_view, *_weight_views(qweight, scales, zeros), *after),
+                (x, qweight, scales, scales if zeros is None else zeros, out if plan.tile.staged else x),
+            ),
             out if bias is None else bias,
             out,
             x.new_empty(1, dtype=torch.float32) if partial is None else partial,
@@ -242,17 +252,13 @@ def _weight_views(qweight: Tensor, scales: Tensor, zeros: Tensor | None) -> tupl
     )
 
 
-def _descriptors(
-    plan: Plan, x_view: View, x: Tensor, qweight: Tensor, scales: Tensor, zeros: Tensor | None
-) -> list[Any]:
+def _descriptors(plan: Plan, views: tuple[View, ...], tensors: tuple[Tensor, ...]) -> list[Any]:
     """What Triton wants on the first call of a kernel, when it derives the kernel's types."""
     from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-    views = (x_view, *_weight_views(qweight, scales, zeros))
-    tensors = (x, qweight, scales, scales if zeros is None else zeros)
     return [
-        TensorDescriptor(t, list(v.shape), list(v.strides), box, layout)
-        for t, v, (box, layout) in zip(tensors, views, plan.layouts, strict=True)
+        TensorDescriptor(tensor, list(view.shape), list(view.strides), box, layout)
+        for tensor, view, (box, layout) in zip(tensors, views, plan.layouts, strict=False)
     ]
 
 

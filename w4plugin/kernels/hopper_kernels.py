@@ -22,6 +22,7 @@ from triton.experimental.gluon import language as gl
 from w4plugin.kernels.gluon_names import (
     mbarrier,
     mma_v2,
+    tma_store_wait,
     warpgroup_mma,
     warpgroup_mma_init,
     warpgroup_mma_wait,
@@ -34,9 +35,9 @@ from w4plugin.kernels.hopper_hand_over import (
     wait_for_stage,
 )
 from w4plugin.kernels.hopper_loader import let_next_kernel_start, loader, stages, units, wait_for_kernel_in_front
-from w4plugin.kernels.hopper_output import finish, store_tile
+from w4plugin.kernels.hopper_output import finish, send_tile, store_tile
 from w4plugin.kernels.hopper_shares import place, share, visit, visits
-from w4plugin.kernels.hopper_sums import sum_shares
+from w4plugin.kernels.hopper_sums import sharers, sum_shares
 from w4plugin.kernels.hopper_weights import block_layout, factors, half_block, load_block, operand
 
 
@@ -100,7 +101,8 @@ def narrow_worker(
             if i_chunk + STAGES < count:
                 release(FIRST_BARRIER + STAGES * (WARPS // 4) + i_stage, 32 * WARPS + 32)
             i_stage = gl.where(i_stage + 1 == STAGES, 0, i_stage + 1)
-        acc, whole = sum_shares(acc, partial, counters, i_shared, steps, total, i_visit >= waves, BN, BM, WARPS, MMA)
+        sharer, until = sharers(i_shared, steps, total, i_visit >= waves)
+        acc, whole = sum_shares(acc, partial, counters, i_shared, steps, total, sharer, until, BN, BM, WARPS, MMA)
         if whole:
             i_n, i_m = place(i_tile, tiles_m, tiles_n, band)
             o_n = i_n * BN + gl.arange(0, BN, gl.SliceLayout(1, MMA))
@@ -157,10 +159,11 @@ def next_chunk(
 
 @gluon.jit
 def wide_worker(
-    s_words, s_x, s_scales, s_zeros, bias, out, partial, counters, M, N, steps, total, waves, tiles_m, tiles_n,
-    band, BM: gl.constexpr, BN: gl.constexpr, PIECES: gl.constexpr, STAGES: gl.constexpr, WARPS: gl.constexpr,
+    s_words, s_x, s_scales, s_zeros, s_out, out_map, bias, out, partial, counters, M, N, steps, total, waves,
+    tiles_m, tiles_n, band,
+    BM: gl.constexpr, BN: gl.constexpr, PIECES: gl.constexpr, STAGES: gl.constexpr, WARPS: gl.constexpr,
     GROUPS: gl.constexpr, ASYM: gl.constexpr, BIAS: gl.constexpr, OVERLAP: gl.constexpr,
-    SCALED: gl.constexpr,
+    SCALED: gl.constexpr, STAGED: gl.constexpr,
 ):  # fmt: skip
     """PIECES products a chunk; each operand is unpacked while the product before it runs."""
     DTYPE: gl.constexpr = s_x.dtype
@@ -234,22 +237,33 @@ def wide_worker(
             if not SCALED and i + STAGES < count:
                 release(FIRST_BARRIER + STAGES * (WARPS // 4) + i_stage, 32 * WARPS + 32)
             i_stage = n_stage
+        i_n, i_m = place(i_tile, tiles_m, tiles_n, band)
+        o_n = i_n * BN + gl.arange(0, BN, gl.SliceLayout(1, MMA))
+        sharer, until = sharers(i_shared, steps, total, i_visit >= waves)
         tile = warpgroup_mma_wait(0, deps=[acc]) if SCALED else acc
-        tile, whole = sum_shares(tile, partial, counters, i_shared, steps, total, i_visit >= waves, BN, BM, WARPS, MMA)
-        if whole:
-            i_n, i_m = place(i_tile, tiles_m, tiles_n, band)
-            o_n = i_n * BN + gl.arange(0, BN, gl.SliceLayout(1, MMA))
-            tile = finish(tile, bias, o_n, N, BIAS, DTYPE, SCALED)
-            store_tile(tile, out, i_n * BN, i_m * BM, M, N, BN, BM, DTYPE)
+        sent = False
+        if STAGED:
+            sent = sharer == until
+            if sent:
+                send_tile(finish(tile, bias, o_n, N, BIAS, DTYPE, SCALED), out_map, s_out, i_n * BN, i_m * BM, DTYPE)
+        if not sent:
+            tile, whole = sum_shares(
+                tile, partial, counters, i_shared, steps, total, sharer, until, BN, BM, WARPS, MMA
+            )  # fmt: skip
+            if whole:
+                tile = finish(tile, bias, o_n, N, BIAS, DTYPE, SCALED)
+                store_tile(tile, out, i_n * BN, i_m * BM, M, N, BN, BM, DTYPE)
+    if STAGED:
+        tma_store_wait(0)
 
 
 @gluon.jit(do_not_specialize=["M", "steps", "total", "waves", "tiles_m", "tiles_n", "band", "CHUNKS_A_GROUP"])
 def wide_kernel(
-    x, words, scales, zeros, bias, out, partial, counters, M, N, steps, total, waves, tiles_m, tiles_n, band,
+    x, words, scales, zeros, out_map, bias, out, partial, counters, M, N, steps, total, waves, tiles_m, tiles_n, band,
     CHUNKS_A_GROUP,
     BM: gl.constexpr, BN: gl.constexpr, PIECES: gl.constexpr, STAGES: gl.constexpr, WARPS: gl.constexpr,
     GROUPS: gl.constexpr, ASYM: gl.constexpr, BIAS: gl.constexpr, OVERLAP: gl.constexpr,
-    SCALED: gl.constexpr,
+    SCALED: gl.constexpr, STAGED: gl.constexpr,
 ):  # fmt: skip
     s_words, s_x, s_scales, s_zeros = stages(x, words, scales, zeros, BM, BN, 1, STAGES, GROUPS, ASYM)
     u_words, u_x, u_scales, u_zeros = units(
@@ -258,12 +272,14 @@ def wide_kernel(
     full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     for i in gl.static_range(STAGES):
         mbarrier.init(full.index(i), count=1)
+    s_out = gl.allocate_shared_memory(out_map.dtype, [BM, BN], out_map.layout) if STAGED else u_words
     if OVERLAP:
         let_next_kernel_start()
     gl.warp_specialize(
         [
-            (wide_worker, (u_words, u_x, u_scales, u_zeros, bias, out, partial, counters, M, N, steps, total, waves,
-                           tiles_m, tiles_n, band, BM, BN, PIECES, STAGES, WARPS, GROUPS, ASYM, BIAS, OVERLAP, SCALED)),
+            (wide_worker, (u_words, u_x, u_scales, u_zeros, s_out, out_map, bias, out, partial, counters, M, N, steps,
+                           total, waves, tiles_m, tiles_n, band, BM, BN, PIECES, STAGES, WARPS, GROUPS, ASYM, BIAS,
+                           OVERLAP, SCALED, STAGED)),
             (loader, (x, words, scales, zeros, s_words, s_x, s_scales, s_zeros, full, steps, total, waves,
                       tiles_m, tiles_n, band, CHUNKS_A_GROUP, BM, BN, 1, STAGES, WARPS, GROUPS, ASYM, OVERLAP)),
             (messenger, (full, steps, total, waves, WARPS, STAGES)),

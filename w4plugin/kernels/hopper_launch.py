@@ -47,9 +47,11 @@ class Bound:
         """What a call takes for the descriptors after the first."""
         return views
 
-    def __call__(self, index: int, x: View, weight: tuple[Any, ...], rest: tuple[Any, ...]) -> None:
+    def __call__(
+        self, index: int, x: View, weight: tuple[Any, ...], after: tuple[View, ...], rest: tuple[Any, ...]
+    ) -> None:
         """Launch on the current stream of GPU ``index``, which is the current one."""
-        self.run(x, *weight, *rest)
+        self.run(x, *weight, *after, *rest)
 
 
 @dataclass(frozen=True, eq=False)
@@ -78,9 +80,13 @@ class Direct:
     def weight(self, views: tuple[View, ...]) -> tuple[Any, ...]:
         return tuple(part for i, view in enumerate(views) for part in self.descriptor(i + 1, view))
 
-    def __call__(self, index: int, x: View, weight: tuple[Any, ...], rest: tuple[Any, ...]) -> None:
+    def __call__(
+        self, index: int, x: View, weight: tuple[Any, ...], after: tuple[View, ...], rest: tuple[Any, ...]
+    ) -> None:
         stream = torch._C._cuda_getCurrentRawStream(index)
-        self.send(*self.grid, stream, *self.head, *self.descriptor(0, x), *weight, *rest)
+        first = self.descriptor(0, x)
+        last = (part for view in after for part in (first if view is x else self.descriptor(4, view)))
+        self.send(*self.grid, stream, *self.head, *first, *weight, *last, *rest)
 
 
 def of(compiled: Any, grid: tuple[int, int, int]) -> Bound | Direct:

@@ -3,6 +3,8 @@
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
+from w4plugin.kernels.gluon_names import fence_async_shared, tma_store, tma_store_wait
+
 # Two blocks of 8 x 8, rows n and n + 8 of out^T: $2 and $3 hold neighbouring columns of both. movmatrix makes them
 # neighbouring rows; lanes of the lower half then swap a word with those of the upper half, so that eight lanes hold 16
 # neighbours, a whole sector of memory: $0 those of the first four columns of a block, $1 of the others.
@@ -53,3 +55,12 @@ def store_tile(tile, out, i_n, i_m, M, N, BN: gl.constexpr, BM: gl.constexpr, DT
     o_m = i_m + 8 * (o_pair >> 2) + (o_row & 3) + ((o_row >> 1) & 4)
     p_out = out.to(gl.pointer_type(gl.int32), bitcast=True) + (o_m.to(gl.int64) * (N // 2) + (o_n >> 1))
     gl.store(p_out, b_out, mask=(o_m < M) & (o_n < N))
+
+
+@gluon.jit
+def send_tile(tile, out_map, s_out, i_n, i_m, DTYPE: gl.constexpr):
+    """As :func:`store_tile`, through shared memory and by TMA: the program goes on while the tile is written."""
+    tma_store_wait(0)  # the tile before has been read
+    s_out.permute((1, 0)).store(tile.to(DTYPE))
+    fence_async_shared()
+    tma_store(out_map, [i_m, i_n], s_out)

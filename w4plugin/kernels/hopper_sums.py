@@ -110,13 +110,8 @@ def _sum_of_all(blocks, p_sums, o_mine, counter, i_tile, first, last, steps, tot
 
 
 @gluon.jit
-def sum_shares(
-    acc, partial, counters, i_tile, steps, total, shared, BN: gl.constexpr, BM: gl.constexpr, WARPS: gl.constexpr,
-    LAYOUT: gl.constexpr,
-):  # fmt: skip
-    """The whole sum of a tile, of those that are ``shared`` the ``i_tile``-th, and whether this warp holds its part."""
-    SIZE: gl.constexpr = BN * BM
-    pid = gl.program_id(0)
+def sharers(i_tile, steps, total, shared):
+    """First and last of the programs that share a tile, of those that are ``shared`` the ``i_tile``-th."""
     programs = gl.num_programs(0)
     begin = i_tile * steps
     first = 0
@@ -124,6 +119,17 @@ def sum_shares(
     if shared:
         first = ((begin + 1) * programs - 1) // total
         last = ((begin + steps) * programs - 1) // total
+    return first, last
+
+
+@gluon.jit
+def sum_shares(
+    acc, partial, counters, i_tile, steps, total, first, last, BN: gl.constexpr, BM: gl.constexpr,
+    WARPS: gl.constexpr, LAYOUT: gl.constexpr,
+):  # fmt: skip
+    """The whole sum of a tile that programs ``first .. last`` share, and whether this warp holds its part of it."""
+    SIZE: gl.constexpr = BN * BM
+    pid = gl.program_id(0)
     whole = True
     if first != last:
         # one program is the first of at most one shared tile, so its number names the counters

@@ -53,6 +53,7 @@ class Tile:
         on_sum: scales multiply the float32 sum of a group; else the weights, which need scales in x's dtype.
         shortest: chunks of K below which a program's share does not pay for its partial sum.
         programs: that share the work; 0 takes a rule's number.
+        staged: whole tiles are stored by TMA, from shared memory (wide); otherwise from registers.
     """
 
     kind: str
@@ -66,6 +67,7 @@ class Tile:
     on_sum: bool
     shortest: int
     programs: int = 0
+    staged: bool = False
 
     @property
     def unroll(self) -> int:
@@ -124,7 +126,7 @@ def shared_bytes(tile: Tile, p: Problem) -> int:
     groups = CHUNK // p.group if 0 < p.group < CHUNK else 1
     scales = (2 if p.narrow else 4) * tile.bn + max(tile.bn, 128)
     chunk = tile.bn * CHUNK // 2 + tile.bm * 2 * CHUNK + groups * scales
-    return tile.stages * chunk * tile.unroll + 1024
+    return tile.stages * chunk * tile.unroll + 2 * tile.staged * tile.bm * tile.bn + 1024
 
 
 @functools.cache
