@@ -158,10 +158,14 @@ class Point:
         return sorted(rows, key=lambda row: row[0])
 
     def rounds(self, tiles: list[Tile | None]) -> list[tuple[float, Tile | None]]:
-        """Medians of three rounds over all of them: a device under load slows down, so one must not go last only."""
-        turns = [[self.time(tile, 2) for tile in dict.fromkeys(tiles)] for _ in range(3)]
-        found = zip(zip(*turns, strict=True), dict.fromkeys(tiles), strict=True)
-        rows = [(statistics.median(times), tile) for times, tile in found if None not in times]
+        """Medians of five rounds over all of them, each from another one on: what runs before sets the clock."""
+        order = list(dict.fromkeys(tiles))
+        times: dict[Tile | None, list[float | None]] = {tile: [] for tile in order}
+        for i in range(5):
+            start = i * len(order) // 5
+            for tile in order[start:] + order[:start]:
+                times[tile].append(self.time(tile, 2))
+        rows = [(statistics.median(turns), tile) for tile, turns in times.items() if None not in turns]
         return sorted(rows, key=lambda row: row[0])
 
 
@@ -201,7 +205,8 @@ def tune_shape(k: int, n: int, ms: list[int], a: argparse.Namespace, usable: set
             if count != tile.programs
         ]
         rows = sorted(rows + point.best(more), key=lambda row: row[0])
-        best: list[Tile | None] = [tile for _, tile in rows[:4]]
+        # the more a call computes, the more its time depends on the clock, so on what ran before it
+        best: list[Tile | None] = [tile for _, tile in rows[: 10 if m >= 256 else 4]]
         final = point.rounds([*best, rule, None] if m >= 1024 else [*best, rule])
         blas = microseconds(lambda i, x=x: torch.nn.functional.linear(x, denses[i]), dense_copies, 3 * a.ms)
         us, tile = final[0]

@@ -27,6 +27,11 @@ TILES = [
     (1024, 16896, 1024, Tile("wide", 128, 128, 2, 3, 8, 168, 1, False, 12)),
     (28672, 8192, 100, Tile("wide", 128, 64, 4, 4, 4, 168, 1, False, 12)),
     (4096, 4096, 3000, Tile("wide", 256, 64, 2, 2, 4, 168, 1, False, 12)),
+    # stored by TMA: eight chunks a tile; edges in both directions; a single chunk; shared tiles among them
+    (1024, 16896, 1024, Tile("wide", 128, 128, 4, 4, 8, 168, 1, False, 12, 0, True)),
+    (4096, 28688, 1000, Tile("wide", 128, 256, 4, 3, 8, 168, 1, False, 12, 0, True)),
+    (128, 8208, 1030, Tile("wide", 256, 128, 2, 2, 8, 168, 1, False, 12, 0, True)),
+    (4096, 6144, 900, Tile("wide", 128, 64, 2, 2, 4, 128, 2, False, 12, 250, True)),
     (8192, 57344, 8, Tile("narrow", 8, 64, 4, 2, 4, 80, 3, True, 12)),
     (4096, 28672, 8, Tile("narrow", 8, 64, 1, 3, 4, 80, 3, True, 12)),
 ]

@@ -4,7 +4,7 @@ Shapes near one of a table take what ``tools/tune`` measured there. The rule for
 an H200 (benchmarks/LOG.md). What they say, in short: decode likes few deep programs (two a multiprocessor, three stages
 of 512 rows) whose shares of K are whole and long; a program with a ragged share pays for two partial tiles; from 9 to
 64 rows wgmma with the scale on the sum leads, since it unpacks with the fewest instructions; above, products that never
-wait for each other hide the scaling of weights.
+wait for each other hide the scaling of weights, and large tiles want their output stored by TMA.
 """
 
 from __future__ import annotations
@@ -32,9 +32,6 @@ COUNTERS = 16
 
 NEAR = 1.5
 """How far a measured shape may be from a problem's, as the product of the ratios of N and of K."""
-
-DENSE_FROM = 3072
-"""Rows of x from which dequantising first, then multiplying densely, is faster than any fused tile."""
 
 
 @dataclass(frozen=True)
@@ -83,6 +80,11 @@ def _wide(
     bm: int, bn: int, stages: int, warps: int, registers: int, resident: int, on_sum: bool, depth: int = 2
 ) -> Tile:
     return Tile("wide", bm, bn, depth, stages, warps, registers, resident, on_sum, 12)
+
+
+def _staged(bn: int) -> Tile:
+    """128 rows of x, whose output goes through shared memory."""
+    return replace(_wide(128, bn, 3 if bn == 256 else 4, 8, 168, 1, False, depth=4), staged=True)
 
 
 def choose(p: Problem) -> Tile | None:
@@ -174,22 +176,22 @@ def _by_rows(p: Problem, narrow_layer: bool) -> Tile | None:
         if _columns(p, 128) >= 96:
             return _wide(64, 128, 4, 4, 128, 2, True)
         return _wide(64, 64, 4, 4, 80, 2, True) if p.k >= 8192 else _wide(64, 64, 6, 4, 128, 1, True)
-    large = _columns(p, 128) >= 160
     if p.m <= 128:
-        if _columns(p, 128) >= 64:
-            return _wide(128, 128, 4, 8, 168, 1, False, depth=4)
-        return _wide(128, 64, 4, 4, 168, 1, False)
-    if p.m >= DENSE_FROM:
-        return None
-    # narrow tiles where those of 256 x 128 are too few to go round
+        return _staged(128) if _columns(p, 128) >= 64 else _wide(128, 64, 4, 4, 168, 1, False)
+    # narrow tiles where wider ones are too few to go round
     half = 2 * _columns(p, 64) <= p.sms
     if p.m <= 256 and half:
         return _wide(128, 64, 4, 4, 168, 1, False)
     if (p.m <= 256 and _columns(p, 64) <= p.sms) or (p.m <= 512 and half):
         return _wide(256, 64, 3, 4, 168, 1, False, depth=4)
-    if p.m <= 256 and not large:
-        return _wide(128, 128, 4, 8, 168, 1, False, depth=4)
-    return _wide(256, 128, 3, 8, 168, 1, False, depth=4)
+    # 256 columns read a third less from the L2 than 128, unless they leave the last round of programs emptier
+    return _staged(128) if _filled(p, 128) > 1.15 * _filled(p, 256) else _staged(256)
+
+
+def _filled(p: Problem, bn: int) -> float:
+    """What part of the device whole tiles of 128 rows and ``bn`` columns keep busy."""
+    tiles = _columns(p, bn) * -(-p.m // 128)
+    return tiles / (-(-tiles // p.sms) * p.sms)
 
 
 def _columns(p: Problem, bn: int) -> int:
