@@ -11,6 +11,7 @@ import argparse
 import functools
 import itertools
 import json
+import re
 import statistics
 import time
 from collections.abc import Iterator
@@ -28,6 +29,7 @@ from w4plugin.tensor import W4Tensor
 
 Entry = dict[str, Any]
 REGISTERS = 65536
+SCATTER = 1.015
 
 
 def variants(m: int) -> list[Tile]:
@@ -136,6 +138,7 @@ class Point:
     weights: list[Any]
     group: int
     ms: float
+    rest_ms: float = 0
 
     def time(self, tile: Tile | None, factor: float = 1) -> float | None:
         """Microseconds, None where the result is wrong or the launch fails."""
@@ -157,13 +160,14 @@ class Point:
         rows = [(us, tile) for tile in tiles if (us := self.time(tile, factor)) is not None]
         return sorted(rows, key=lambda row: row[0])
 
-    def rounds(self, tiles: list[Tile | None]) -> list[tuple[float, Tile | None]]:
-        """Medians of five rounds over all of them, each from another one on: what runs before sets the clock."""
+    def rounds(self, tiles: list[Tile | None], count: int) -> list[tuple[float, Tile | None]]:
+        """Medians of so many rounds over all of them, each from another one on: what runs before sets the clock."""
         order = list(dict.fromkeys(tiles))
         times: dict[Tile | None, list[float | None]] = {tile: [] for tile in order}
-        for i in range(5):
-            start = i * len(order) // 5
+        for i in range(count):
+            start = i * len(order) // count
             for tile in order[start:] + order[:start]:
+                time.sleep(self.rest_ms / 1e3)
                 times[tile].append(self.time(tile, 2))
         rows = [(statistics.median(turns), tile) for tile, turns in times.items() if None not in turns]
         return sorted(rows, key=lambda row: row[0])
@@ -192,7 +196,7 @@ def tune_shape(k: int, n: int, ms: list[int], a: argparse.Namespace, usable: set
     denses = [dense.clone() for _ in range(dense_copies)]
     for m in ms:
         x = torch.randn(m, k, device="cuda").to(dtype)
-        point = Point(x, (x @ dense.t()).float(), weights, group, a.ms)
+        point = Point(x, (x @ dense.t()).float(), weights, group, a.ms, a.rest_ms)
         p = portable.problem(x, q.scales, None, n, group)
         rule = hopper_tiles.by_rule(p)
         taken = [t for t in variants(m) if t in usable and hopper_tiles.legal(t, p) == t]
@@ -206,14 +210,16 @@ def tune_shape(k: int, n: int, ms: list[int], a: argparse.Namespace, usable: set
         ]
         rows = sorted(rows + point.best(more), key=lambda row: row[0])
         # the more a call computes, the more its time depends on the clock, so on what ran before it
-        best: list[Tile | None] = [tile for _, tile in rows[: 10 if m >= 256 else 4]]
-        final = point.rounds([*best, rule, None] if m >= 1024 else [*best, rule])
+        best: list[Tile | None] = [tile for _, tile in rows[: a.finalists if m >= 256 else 4]]
+        final = point.rounds([*best, rule, None] if m >= 1024 else [*best, rule], a.rounds)
+        time.sleep(a.rest_ms / 1e3)
         blas = microseconds(lambda i, x=x: torch.nn.functional.linear(x, denses[i]), dense_copies, 3 * a.ms)
-        us, tile = final[0]
         ruled = next((t for t, found in final if found == rule), 0.0)
+        # what is no further ahead than runs scatter is not worth an exception from the rule
+        us, tile = (ruled, rule) if 0 < ruled <= SCATTER * final[0][0] else final[0]
         print(
             f"{k}x{n} M={m}: {us:.2f} us {brief(tile)}; rule {ruled:.2f}; blas {blas:.2f}; {len(rows)} tried; next "
-            + "; ".join(f"{t:.2f} {brief(v)}" for t, v in final[1:]),
+            + "; ".join(f"{t:.2f} {brief(v)}" for t, v in final),
             flush=True,
         )
         yield {
@@ -225,7 +231,7 @@ def tune_shape(k: int, n: int, ms: list[int], a: argparse.Namespace, usable: set
 def entries(shapes: list[tuple[int, int]], ms: list[int], a: argparse.Namespace, pool: Any) -> Iterator[Entry]:
     """Every entry, as they come; stops in time."""
     started = time.perf_counter()
-    tiles = list(dict.fromkeys(tile for m in ms for tile in variants(m)))
+    tiles = [t for t in dict.fromkeys(tile for m in ms for tile in variants(m)) if re.search(a.only, brief(t))]
     jobs = [(tile, a.group, a.dtype, a.asym) for tile in tiles]
     usable = set()
     for tile, broken in zip(tiles, pool.map(compile_one, jobs, chunksize=1), strict=True):

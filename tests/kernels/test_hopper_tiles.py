@@ -86,10 +86,12 @@ def test_waves_of_whole_tiles(tiles: int, programs: int, waves: int) -> None:
 
 
 def test_whole_waves_where_tiles_divide() -> None:
-    """256 tiles: two waves of 128 programs, nothing shared; of 448 a few are, so that no multiprocessor idles."""
+    """256 tiles: two waves of 128 programs, nothing shared; 896 are seven; of 448 a few are, so that none idles."""
     tile = hopper_tiles.Tile("wide", 256, 128, 4, 3, 8, 168, 1, False, 12)
     assert hopper_tiles.programs(tile, problem(1024, 8192, 28672)) == 128
+    assert hopper_tiles.programs(tile, problem(1024, 28672, 4096)) == 128
     assert hopper_tiles.programs(tile, problem(512, 28672, 4096)) == 132
+    assert hopper_tiles.programs(tile, problem(4096, 28672, 4096)) == 132
 
 
 def test_whole_shares_where_tiles_are_few() -> None:

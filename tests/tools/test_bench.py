@@ -8,6 +8,7 @@ import importlib.machinery
 import importlib.util
 import json
 import operator
+import subprocess
 import sys
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
@@ -235,7 +236,7 @@ def test_peers_are_compiled_beforehand(
     monkeypatch.setenv("SEEN", str(tmp_path / "seen"))
     a = argparse.Namespace(
         peers=str(tmp_path), kernels="quack", shapes="64x32,128x32", dtype="bf16", group=128, asym=True, cold_mb=150,
-        rep_ms=30, budget=9, extra=str(tmp_path / "quack_peer.py"), warm=3, warm_seconds=6, wake=3,
+        rep_ms=30, budget=9, extra=str(tmp_path / "quack_peer.py"), warm=3, warm_seconds=6, wake=3, rest_ms=0,
     )  # fmt: skip
     rows = bench.with_peers(a, [1, 2, 4, 8])
     assert [row["M"] for row in rows] == [1, 2, 4, 8], "the point that wakes the device is left out"
@@ -245,3 +246,32 @@ def test_peers_are_compiled_beforehand(
     assert {shape for shape, *_ in before} == {"64x32", "128x32"}
     for shape in ("64x32", "128x32"):
         assert sorted(m for s, part, *_ in before if s == shape for m in part.split(",")) == ["1", "2", "4", "8"]
+
+
+PEERBENCH = """
+import sys, time
+
+def graph_time(run, states, x, a):
+    return time.monotonic(), len(x)
+
+def main():
+    calls = []
+    def run(state, x):
+        calls.append((state, len(x)))
+    class Rows(list):
+        shape = property(lambda self: (len(self), 1))
+    for rows in (127, 128):
+        begun = time.monotonic()
+        print(rows, graph_time(run, ["first", "second"], Rows([0] * rows), None)[0] - begun)
+    print(sys.argv[1:], calls)
+"""
+
+
+def test_peers_rest_before_large_products(tmp_path: Path) -> None:
+    """The one with 128 rows is timed its rest after a first call, the one with fewer at once, without one."""
+    (tmp_path / "peerbench.py").write_text(PEERBENCH)
+    command = [sys.executable, str(TOOLS / "peer_rest.py"), str(tmp_path / "peerbench.py"), "200", "--m", "127,128"]
+    few, many, last = subprocess.run(command, capture_output=True, text=True, check=True).stdout.splitlines()
+    assert float(few.split()[1]) < 0.1
+    assert 0.2 <= float(many.split()[1]) < 5
+    assert last == "['--m', '127,128'] [('first', 128)]"

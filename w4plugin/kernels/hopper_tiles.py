@@ -224,9 +224,9 @@ def programs(tile: Tile, p: Problem) -> int:
         share = min(slots // tiles, most)
         if tiles * share >= 0.6 * slots or share == most:
             return tiles * share
-    elif not tile.on_sum and tiles <= 2 * slots:
-        # two waves of whole tiles on nearly all of the device beat cutting each of them
-        return next((n for n in range(slots, slots * 5 // 6, -1) if tiles % n == 0), slots)
+    elif not tile.on_sum:
+        # whole tiles on a little less than the device, where that wastes less than sharing: a third of a tile's time
+        return next((n for n in range(slots, 0, -1) if tiles % n == 0 and 3 * (slots - n) * tiles <= slots * n), slots)
     return min(slots, tiles * steps(tile, p))
 
 
