@@ -21,7 +21,7 @@ SHAPES = [
     (16, 64),
     (152064, 3584),
 ]
-ROWS = [1, 2, 8, 9, 16, 17, 32, 33, 64, 65, 128, 129, 256, 257, 512, 513, 1024, 3071]
+ROWS = [1, 2, 8, 9, 16, 17, 32, 33, 64, 65, 128, 129, 256, 257, 512, 513, 1024, 3071, 8192]
 SMS = 132
 SHARED = 227 * 1024
 REGISTERS = 65536
@@ -38,7 +38,8 @@ def test_every_choice_is_one_the_kernels_take(m: int, n: int, k: int, group: int
     p = problem(m, n, k, group, narrow)
     tile = hopper_tiles.choose(p)
     if tile is None:
-        assert m > 512, "few rows go to a fused kernel"
+        assert m > 512
+        assert not narrow, "where scales can multiply weights a fused kernel is faster at any M"
         return
     assert tile.on_sum or narrow, "scales of another dtype are not narrowed onto the weights"
     assert tile.kind == "narrow" or tile.depth in (2, 4)
@@ -49,7 +50,10 @@ def test_every_choice_is_one_the_kernels_take(m: int, n: int, k: int, group: int
     scales = (2 if narrow else 4) * tile.bn + max(tile.bn, 128)  # and zero points, a byte each
     chunk = tile.bn * 64 + tile.bm * 256 + (128 // group if group in (32, 64) else 1) * scales
     stage = chunk * (tile.depth if tile.kind == "narrow" else 1)
-    assert tile.resident * (tile.stages * stage + 1024) <= SHARED, "the resident programs fit shared memory"
+    output = 2 * tile.bm * tile.bn if tile.staged else 0
+    assert tile.resident * (tile.stages * stage + output + 1024) <= SHARED, "the resident programs fit shared memory"
+    assert tile.stages >= 2, "one stage is read while another comes"
+    assert not tile.staged or tile.kind == "wide"
     programs = hopper_tiles.programs(tile, p)
     tiles = -(-n // tile.bn) * -(-m // tile.bm)
     assert 1 <= programs <= max(2 * SMS * tile.resident, 1)
@@ -83,6 +87,20 @@ def test_waves_of_whole_tiles(tiles: int, programs: int, waves: int) -> None:
     assert hopper_tiles.waves(tiles, programs) == waves
     rest = tiles - waves * programs
     assert rest == 0 or rest > programs or waves == 0
+
+
+def test_many_rows_take_the_widest_tile_that_fills_the_device() -> None:
+    """1024 rows: 896 tiles of 256 columns are seven waves of 128; of 192 every other wave would be half empty."""
+
+    def columns(m: int, n: int) -> int:
+        tile = hopper_tiles.by_rule(problem(m, n, 4096))
+        assert tile is not None
+        assert tile.staged
+        return tile.bn
+
+    assert columns(1024, 28672) == 256
+    assert columns(1024, 6144) == 128
+    assert columns(4096, 6144) == 256
 
 
 def test_whole_waves_where_tiles_divide() -> None:
