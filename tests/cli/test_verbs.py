@@ -267,6 +267,7 @@ def test_a_reader_that_goes_away(tmp_path: Path) -> None:
 
 INTERRUPT = """
 import os, signal
+signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell without job control has it ignored in its background
 real, calls = os.fsync, []
 def fsync(file):
     real(file)
