@@ -148,6 +148,7 @@ def record(dtype: str, symmetric: bool) -> dict[str, Any]:
         "date": "2026-01-01", "device": "NVIDIA Test", "torch": "2.11.0", "triton": "3.6.0",
         "bandwidth_bytes_per_s": 4.5e12, "matrix_ops_per_s": 6.5e14, "ridge_ops_per_byte": 144.4,
         "critical_m": {"16 bit": 144.4, "4 bit": 36.1}, "rows": rows,
+        "crossings": [{"K": k, "N": n, "M": 700.4 if k == 4096 else None, "largest_M": 4096} for k, n in SHAPES],
         "stream_us": {"4096x4096": 4.0, "4096x28672": 8.26, "28672x8192": 9.0, "576x1536": 1.0},
     }  # fmt: skip
 
@@ -201,11 +202,15 @@ def test_each_peer_from_the_records_of_one_run(tool: ModuleType, nine: Path) -> 
 def test_the_roofline_from_the_record_in_float16(tool: ModuleType, nine: Path) -> None:
     assert f"benchmarks/{NINE[0]}.json" in tool.roofline()
     assert cells(tool.roofline(), "1024 | 370.0")[2:] == ["10.0", "370.0", "9.6"]
+    text = tool.gains().replace("\n ", "")
+    assert "measured gain is 3.0 of the 3.9" in text
+    assert "at M = 700 (4096 x 28672); 700 (4096 x 4096)." in text
+    assert "Up to M = 4096 it stays above 1 on 8192 x 57344, 28672 x 8192, 576 x 1536." in text
 
 
 def test_half_of_a_run_is_not_shown(tool: ModuleType, nine: Path) -> None:
     (nine / f"{NINE[1]}.json").unlink()
-    assert tool.speed() == tool.peers() == tool.roofline() == ""
+    assert tool.speed() == tool.peers() == tool.roofline() == tool.gains() == ""
 
 
 def environment() -> dict[str, str]:

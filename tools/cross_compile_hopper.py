@@ -45,13 +45,21 @@ def variants() -> Iterator[Variant]:
     for tile in tiles:
         yield Variant(tile)
         yield Variant(tile, dtype=torch.bfloat16, scales=torch.bfloat16, asym=True)
+    # with each kind of group: each kernel, the largest tile, one whose scales meet the sums
+    largest = next(t for t in tiles if t.staged and t.bn == 256)
+    for group in (32, 64, 256, 0):
+        yield Variant(_fitting(largest, group), group, asym=True)
     for kind in ("narrow", "wide"):
         tile = next(t for t in tiles if t.kind == kind and t.on_sum)  # scales of every dtype
         for group in (32, 64, 256, 0):
-            fitting = hopper_tiles.legal(tile, Problem(tile.bm, 4096, 4096, group, True, "sm_90", 132))
-            assert fitting is not None
-            yield Variant(fitting, group, asym=True)
+            yield Variant(_fitting(tile, group), group, asym=True)
         yield Variant(tile, dtype=torch.bfloat16, scales=torch.float32)
+
+
+def _fitting(tile: Tile, group: int) -> Tile:
+    fitting = hopper_tiles.legal(tile, Problem(tile.bm, 4096, 4096, group, True, "sm_90", 132))
+    assert fitting is not None
+    return fitting
 
 
 def compile_variant(v: Variant) -> Any:
@@ -62,7 +70,7 @@ def compile_variant(v: Variant) -> Any:
     kinds = (NAMES[v.dtype], "i32", NAMES[v.scales], "u8" if v.asym else NAMES[v.scales], NAMES[v.dtype])
     arguments = [
         f"tensordesc<{kind}[{','.join(map(str, box))}],{layout!r}>"
-        for kind, (box, layout) in zip(kinds, plan.layouts, strict=False)
+        for kind, (box, layout) in zip(kinds[: len(plan.layouts)], plan.layouts, strict=True)
     ]
     arguments += [f"*{NAMES[v.dtype]}", f"*{NAMES[v.dtype]}", "*fp32", "*i32", *(["i32"] * len(plan.sizes))]
     signature = dict(zip(names, arguments + ["constexpr"] * len(plan.constants), strict=True))

@@ -441,6 +441,33 @@ A weight of {k} x {n}, microseconds ([one run](../benchmarks/{name}.json)):
 {table(("M", "roofline, 4 bit", "w4plugin", "roofline, 16 bit", "cuBLAS"), rows)}"""
 
 
+def gains() -> str:
+    """What the measured gain comes to at one row, and where it ends."""
+    records = kernel_records()
+    if not records:
+        return ""
+    from w4plugin.bench import roofline as predicted
+
+    _, found = next(iter(records.items()))
+    device = predicted.Device(found["bandwidth_bytes_per_s"], found["matrix_ops_per_s"])
+    kernels = times(found)
+    large, small = (4096, 28672), (4096, 4096)
+    gained = {s: kernels[DENSE][*s, 1] / kernels[OURS][*s, 1] for s in (large, small)}
+    ends = {f"{c['K']} x {c['N']}": c["M"] for c in found["crossings"]}
+    crossed = sorted((m, shape) for shape, m in ends.items() if m is not None)
+    above = ", ".join(shape for shape, m in ends.items() if m is None)
+    where = "; ".join(f"{m:.0f} ({shape})" for m, shape in crossed)
+    wide = found["critical_m"]["16 bit"]
+    return f"""\
+* At M = 1 the measured gain is {gained[large]:.1f} of the {predicted.speedup(device, 1, *large):.1f} that the bytes
+  allow on a large layer (4096 x 28672), and {gained[small]:.1f} on a small one (4096 x 4096), where a call of a few
+  microseconds is not long enough to fill the GPU.
+* Above the critical M of 16-bit weights, {wide:.0f}, cuBLAS is bound by its operations too. The gain falls to 1
+  at M = {where or "none measured"}.
+  Up to M = {found["crossings"][0]["largest_M"]} it stays above 1 on {above or "none of them"}.
+"""
+
+
 def groups() -> str:
     """Bits a weight by group size, and the error of round to nearest on normal weights."""
     import torch
@@ -489,6 +516,7 @@ SECTIONS: dict[str, Callable[[], str]] = {
     "newcomer": newcomer,
     "peers": peers,
     "roofline": roofline,
+    "gains": gains,
     "groups": groups,
 }
 

@@ -30,6 +30,7 @@ from w4plugin.tensor import W4Tensor
 Entry = dict[str, Any]
 REGISTERS = 65536
 SCATTER = 1.015
+"""How far medians of one tile differ between runs, as a ratio."""
 
 
 def variants(m: int) -> list[Tile]:
@@ -40,14 +41,11 @@ def variants(m: int) -> list[Tile]:
             [8 if m <= 8 else 16], [64, 128], [2, 4], [2, 3, 4], [4, 8]
         ):
             for resident in (2, 3):
-                size = stages * depth * (bn * 64 + bm * 256 + 3 * bn) + 1024
                 registers = REGISTERS // (32 * resident * (warps + 4)) // 8 * 8
-                if (
-                    resident * size <= hopper_tiles.SHARED
-                    and size * (resident + 1) > hopper_tiles.SHARED // 2
-                    and registers >= 64
-                ):
-                    out.append(Tile("narrow", bm, bn, depth, stages, warps, min(registers, 168), resident, True, 16))
+                tile = Tile("narrow", bm, bn, depth, stages, warps, min(registers, 168), resident, True, 16)
+                most = taken(tile)  # what takes little would do better with more stages
+                if most <= hopper_tiles.SHARED < 2 * most // resident * (resident + 1) and registers >= 64:
+                    out.append(tile)
     if m >= 16:
         # up to 256 rows every M of a bucket makes as many tiles, so a row has the same bits in all of them
         least = m // 2 if m <= 256 else 128
@@ -62,15 +60,18 @@ def variants(m: int) -> list[Tile]:
                 registers = REGISTERS // (32 * resident * (warps + 4)) // 8 * 8
                 if registers < 80 or (resident == 3 and sums > 32) or (resident == 2 and sums > 64 and warps == 8):
                     continue
-                size = bn * 64 + bm * 256 + 3 * bn
                 for staged in [False] if on_sum or bm < 128 else [False, True]:
-                    room = hopper_tiles.SHARED // resident - 1024 - 2 * bm * bn * staged
-                    deepest = min(hopper_tiles.deepest(warps), room // size)
-                    for stages in sorted({deepest, min(deepest, 4)}):
-                        if stages >= 2:
-                            shape = (bm, bn, depth, stages, warps, min(registers, 168), resident, on_sum, 12)
-                            out.append(Tile("wide", *shape, staged=staged))
+                    shape = (depth, 1, warps, min(registers, 168), resident, on_sum, 12)
+                    tile = Tile("wide", bm, bn, *shape, staged=staged)
+                    depths = (replace(tile, stages=i) for i in range(2, hopper_tiles.deepest(warps) + 1))
+                    fitting = [t for t in depths if taken(t) <= hopper_tiles.SHARED]
+                    out += [t for t in fitting if t.stages == 4 or t is fitting[-1]]
     return out
+
+
+def taken(tile: Tile) -> int:
+    """Bytes of a multiprocessor's shared memory that a tile's programs take."""
+    return tile.resident * hopper_tiles.shared_bytes(tile, Problem(tile.bm, 4096, 4096, 128, True, "sm_90", 132))
 
 
 def programs(tile: Tile, p: Problem) -> list[int]:
@@ -199,8 +200,8 @@ def tune_shape(k: int, n: int, ms: list[int], a: argparse.Namespace, usable: set
         point = Point(x, (x @ dense.t()).float(), weights, group, a.ms, a.rest_ms)
         p = portable.problem(x, q.scales, None, n, group)
         rule = hopper_tiles.by_rule(p)
-        taken = [t for t in variants(m) if t in usable and hopper_tiles.legal(t, p) == t]
-        first = [replace(t, programs=hopper_tiles.programs(t, p)) for t in taken]
+        fitting = [t for t in variants(m) if t in usable and hopper_tiles.legal(t, p) == t]
+        first = [replace(t, programs=hopper_tiles.programs(t, p)) for t in fitting]
         rows = point.best(first)
         more = [
             replace(tile, programs=count)
@@ -218,7 +219,7 @@ def tune_shape(k: int, n: int, ms: list[int], a: argparse.Namespace, usable: set
         # what is no further ahead than runs scatter is not worth an exception from the rule
         us, tile = (ruled, rule) if 0 < ruled <= SCATTER * final[0][0] else final[0]
         print(
-            f"{k}x{n} M={m}: {us:.2f} us {brief(tile)}; rule {ruled:.2f}; blas {blas:.2f}; {len(rows)} tried; next "
+            f"{k}x{n} M={m}: {us:.2f} us {brief(tile)}; rule {ruled:.2f}; blas {blas:.2f}; {len(rows)} tried; compared "
             + "; ".join(f"{t:.2f} {brief(v)}" for t, v in final),
             flush=True,
         )

@@ -49,11 +49,12 @@ def test_compiles(arch: str, triton: str) -> None:
     for line in compile_for(arch, triton):
         assert line["shared"] <= SHARED[arch] * 1024, line
         if line["kernel"] == "hopper":
-            # 128 sums a thread of the largest tiles leave the epilogue short of registers (and the loop of 128 x 256
-            # by four): 200 bytes with Triton 3.6, 312 with 3.9. The loader's 24 registers are 48 bytes short at most,
-            # where it fetches many groups or stages (five, with zeros, by Triton 3.9).
-            largest = any(size in line["variant"] for size in ("bm=256, bn=128", "bm=128, bn=256", "bm=256, bn=64"))
-            assert line["stack"] <= (312 if largest else 48), f"spills: {line}"
+            # 128 sums a thread of the largest tiles leave few registers beside their end (and the loop of 128 x 256 by
+            # four); 64 bytes by Triton 3.6 are for groups of 32. The loader has 24 registers, which five stages with
+            # zeros exceed by Triton 3.9.
+            largest = any(size in line["variant"] for size in ("bm=256, bn=128", "bm=128, bn=256"))
+            most = {"3.6": (64, 0), NEWEST: (128, 48)}[triton][0 if largest else 1]
+            assert line["stack"] <= most, f"spills: {line}"
             assert line["wgmma" if "kind='wide'" in line["variant"] else "mma.sync"] > 0, line
             assert line["serialized"] == 0, f"wgmma waits for itself: {line}"
             assert line["hazards"] == 0, f"a product in flight loses registers: {line}"

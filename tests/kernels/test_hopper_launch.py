@@ -5,19 +5,22 @@ On the device every test of the Hopper backend goes through it from the second c
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import subprocess
 import sys
+from contextlib import nullcontext
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
-from w4plugin.kernels import device, hopper, hopper_launch
+from w4plugin.kernels import device, hopper, hopper_launch, portable
 from w4plugin.kernels.hopper_launch import View
 from w4plugin.kernels.hopper_tiles import Tile
 from w4plugin.kernels.tiles import Problem
+from w4plugin.tensor import W4Tensor
 
 from .cases import check
 from .test_cross_compile import ROOT
@@ -76,15 +79,21 @@ def encoder(monkeypatch: pytest.MonkeyPatch) -> Encoder:
     return made
 
 
+KINDS = ["narrow", "wide", "staged"]
+
+
+def tile_of(kind: str) -> Tile:
+    if kind == "narrow":
+        return Tile("narrow", 8, 64, 4, 3, 4, 128, 2, True, 16)
+    return Tile("wide", 128, 64, 4, 4, 4, 168, 1, False, 12, staged=kind == "staged")
+
+
 @pytest.mark.cpu_only
 @pytest.mark.parametrize("asym", [False, True])
-@pytest.mark.parametrize("kind", ["narrow", "wide", "staged"])
+@pytest.mark.parametrize("kind", KINDS)
 def test_direct_sends_what_triton_sends(encoder: Encoder, asym: bool, kind: str) -> None:
     p = Problem(100, 4096, 4096, 128, True, "sm_90", 132)
-    tile = Tile("wide", 128, 64, 4, 4, 4, 168, 1, False, 12, staged=kind == "staged")
-    if kind == "narrow":
-        tile = Tile("narrow", 8, 64, 4, 3, 4, 128, 2, True, 16)
-    plan = hopper.make_plan(tile, p, torch.float16, asym, True)
+    plan = hopper.make_plan(tile_of(kind), p, torch.float16, asym, True)
     compiled = Compiled(plan)
     x = View(1 << 20, (64, 100, 64), (64, 4096, 1))
     scales, zeros = torch.ones(32, 4096, dtype=torch.float16), torch.ones(32, 4096, dtype=torch.uint8) if asym else None
@@ -103,6 +112,32 @@ def test_direct_sends_what_triton_sends(encoder: Encoder, asym: bool, kind: str)
     assert sent == by_triton
     arguments = sent[13:] if device.triton_release() == hopper_launch.KNOWN else sent[-1]
     assert (1 << 20) in arguments[0], "the map of x is made of its address"
+
+
+@pytest.mark.cpu_only
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_first_call_describes_what_a_kernel_reads_and_writes(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By Triton's own descriptors: x, words, scales, zeros, and the output where it is stored by TMA."""
+    w = W4Tensor(
+        torch.randint(-(2**31), 2**31, (512, 64)).to(torch.int32), torch.ones(32, 64).half(), None, None, 128
+    )  # fmt: skip
+    x = torch.randn(100, 4096).half()
+    q = portable.prepare(w)
+    plan = hopper.make_plan(tile_of(kind), Problem(100, 64, 4096, 128, True, "sm_90", 132), torch.float16, False, False)
+    seen: list[Any] = []
+    kernel = {plan.grid: lambda *arguments, **_: seen.extend(arguments)}
+    monkeypatch.setattr(device, "current", lambda where: nullcontext())
+    monkeypatch.setattr(hopper_launch, "of", lambda compiled, grid: None)
+    plan = dataclasses.replace(plan, kernel=kernel)
+    counters = torch.zeros(1, dtype=torch.int32)
+    out = hopper.multiply(plan, x, q.qweight, q.scales, None, None, counters, None, 64, 128)
+    count = len(plan.layouts)
+    last = {"narrow": [], "wide": [x], "staged": [out]}[kind]
+    assert [d.base.data_ptr() for d in seen[:count]] == [
+        t.data_ptr() for t in (x, q.qweight, q.scales, q.scales, *last)
+    ]
+    assert [d.block_shape for d in seen[:count]] == [box for box, _ in plan.layouts]
+    assert seen[count + 1] is out
 
 
 def test_a_view_describes_a_weight_without_holding_it() -> None:
@@ -144,7 +179,6 @@ def test_who_watches_launches_is_seen() -> None:
 def test_calls_after_the_first_are_direct(device: torch.device) -> None:
     """And give the same bits as the first, which Triton launches."""
     from w4plugin import kernels
-    from w4plugin.tensor import W4Tensor
 
     if torch.cuda.get_device_capability(device) != (9, 0):
         pytest.skip("the kernels are sm_90's")

@@ -222,12 +222,11 @@ def multiply(
             )  # fmt: skip
             launch(where.index, x_view, weight, after, (*pointers, *plan.sizes, *plan.constants))
             return out
+        tensors = [x, qweight, scales, scales if zeros is None else zeros]
+        if after:
+            tensors.append(out if plan.tile.staged else x)
         compiled = plan.kernel[plan.grid](
-            *_descriptors(
-                plan,
-                (x_view, *_weight_views(qweight, scales, zeros), *after),
-                (x, qweight, scales, scales if zeros is None else zeros, out if plan.tile.staged else x),
-            ),
+            *_descriptors(plan, (x_view, *_weight_views(qweight, scales, zeros), *after), tensors),
             out if bias is None else bias,
             out,
             x.new_empty(1, dtype=torch.float32) if partial is None else partial,
@@ -252,13 +251,13 @@ def _weight_views(qweight: Tensor, scales: Tensor, zeros: Tensor | None) -> tupl
     )
 
 
-def _descriptors(plan: Plan, views: tuple[View, ...], tensors: tuple[Tensor, ...]) -> list[Any]:
+def _descriptors(plan: Plan, views: tuple[View, ...], tensors: list[Tensor]) -> list[Any]:
     """What Triton wants on the first call of a kernel, when it derives the kernel's types."""
     from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
     return [
         TensorDescriptor(tensor, list(view.shape), list(view.strides), box, layout)
-        for tensor, view, (box, layout) in zip(tensors, views, plan.layouts, strict=False)
+        for tensor, view, (box, layout) in zip(tensors, views, plan.layouts, strict=True)
     ]
 
 

@@ -10,7 +10,7 @@ other warps unpack and multiply. Each of the P programs takes a whole tile of ea
 programs that run together then read the same rows of x and columns of W, from the L2. Of the T steps of the tiles
 that are left it walks the share ``pid * T / P .. (pid + 1) * T / P`` (stream-K), so any shape fills the device evenly.
 A tile that several programs share is summed in the order of those programs, by whichever arrives last: the same bits
-every time.
+every time. A whole tile leaves through shared memory, by TMA, where STAGED.
 
 ``narrow_kernel`` multiplies with mma.sync (few rows of x), ``wide_kernel`` with wgmma. A chunk is 128 rows of W: two
 blocks of 64. Units of a stage: UNROLL chunks.

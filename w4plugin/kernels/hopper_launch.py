@@ -85,7 +85,9 @@ class Direct:
     ) -> None:
         stream = torch._C._cuda_getCurrentRawStream(index)
         first = self.descriptor(0, x)
-        last = (part for view in after for part in (first if view is x else self.descriptor(4, view)))
+        last = (
+            part for view in after for part in (first if view is x else self.descriptor(len(self.layouts) - 1, view))
+        )
         self.send(*self.grid, stream, *self.head, *first, *weight, *last, *rest)
 
 
