@@ -111,7 +111,7 @@ def summed(shares: list[float], pairs: bool, seed: int, launches: int = 2) -> No
 
             if pairs:
                 return plain(sums._sum_of_two)(shares[i], i, 1 - i, "counter")
-            return plain(sums._sum_of_all)(shares[i], 0, i, "counter", 0, 0, len(shares) - 1, 1, 1, 1)
+            return plain(sums._sum_of_all)(shares[i], 0, i, "counter", 0, 0, len(shares) - 1, 1, 1, 1, 1)
 
         found: dict[int, tuple[float, bool]] = {}
 

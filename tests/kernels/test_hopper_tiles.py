@@ -79,14 +79,34 @@ def test_neighbouring_batches_take_the_same_tile() -> None:
 
 
 WAVES = [(448, 112, 4), (448, 132, 2), (132, 132, 1), (133, 132, 0), (96, 132, 0), (265, 132, 1), (1, 1, 1)]
+EVEN = [
+    (448, 112, 4, 112),
+    (448, 132, 3, 104),  # 52 tiles are left: two programs for each
+    (896, 132, 6, 104),  # 104 are left: one for each
+    (276, 132, 2, 48),  # twelve: no more than four for each
+    (132, 132, 1, 132),
+    (133, 132, 1, 4),
+    (262, 132, 1, 130),
+    (96, 132, 0, 132),  # no whole tiles first: runs
+]
 
 
 @pytest.mark.parametrize(("tiles", "programs", "waves"), WAVES)
 def test_waves_of_whole_tiles(tiles: int, programs: int, waves: int) -> None:
     """Programs share nothing, or more than a tile each: then no tile is cut into more than three parts."""
-    assert hopper_tiles.waves(tiles, programs) == waves
+    assert hopper_tiles.division(tiles, programs, 32, even=False) == (waves, programs)
     rest = tiles - waves * programs
     assert rest == 0 or rest > programs or waves == 0
+
+
+@pytest.mark.parametrize(("tiles", "programs", "waves", "sharing"), EVEN)
+def test_a_rest_in_even_parts(tiles: int, programs: int, waves: int, sharing: int) -> None:
+    assert hopper_tiles.division(tiles, programs, 32, even=True) == (waves, sharing)
+
+
+def test_runs_where_parts_take_longer() -> None:
+    """67 tiles left by one wave of 132, of 224 steps: one program for each idles half the device for a tile's time."""
+    assert hopper_tiles.division(199, 132, 224, even=True) == (0, 132)
 
 
 def test_many_rows_take_the_widest_tile_that_fills_the_device() -> None:

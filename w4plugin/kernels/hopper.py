@@ -127,7 +127,7 @@ def make_plan(tile: Tile | None, p: Problem, scale_dtype: torch.dtype, asym: boo
     tiles_n = -(-p.n // tile.bn)
     tiles = tiles_n * tiles_m
     programs = min(hopper_tiles.programs(tile, p), tiles * steps)
-    waves = hopper_tiles.waves(tiles, programs)
+    waves, sharing = hopper_tiles.division(tiles, programs, steps, even=not tile.on_sum)
     total = (tiles - waves * programs) * steps
     # a stage's scales in one box; where chunks share a group, one by one
     rows = groups * tile.unroll if chunks_a_group == 1 else 1
@@ -149,7 +149,7 @@ def make_plan(tile: Tile | None, p: Problem, scale_dtype: torch.dtype, asym: boo
         tile=tile,
         kernel=kernels.narrow_kernel if tile.kind == "narrow" else kernels.wide_kernel,
         grid=(programs, 1, 1),
-        sizes=(p.m, p.n, steps, total, waves, tiles_m, tiles_n, hopper_tiles.BAND // tile.bm, chunks_a_group),
+        sizes=(p.m, p.n, steps, total, waves, sharing, tiles_m, tiles_n, hopper_tiles.BAND // tile.bm, chunks_a_group),
         constants=(
             tile.bm,
             tile.bn,

@@ -65,9 +65,9 @@ def wait_to_be_told(i_barrier, threads):
 
 
 @gluon.jit
-def messenger(full, steps, total, waves, WARPS: gl.constexpr, STAGES: gl.constexpr):
+def messenger(full, steps, total, waves, sharing, WARPS: gl.constexpr, STAGES: gl.constexpr):
     """One warp: tells each warpgroup when a stage has arrived."""
-    _, _, count = share(steps, total, waves)
+    _, _, count = share(steps, total, waves, sharing)
     i_stage = 0
     phase = 0
     for _ in range(count):

@@ -8,7 +8,8 @@ written anywhere. Words come in the fragment order of :mod:`.fragments`: what on
 One warp keeps STAGES stages of words, scales, zeros and x on their way by TMA, one says when a stage has arrived; the
 other warps unpack and multiply. Each of the P programs takes a whole tile of each of the first ``waves`` times P tiles:
 programs that run together then read the same rows of x and columns of W, from the L2. Of the T steps of the tiles
-that are left it walks the share ``pid * T / P .. (pid + 1) * T / P`` (stream-K), so any shape fills the device evenly.
+that are left the first S programs walk the share ``pid * T / S .. (pid + 1) * T / S`` (stream-K), so any shape fills
+the device evenly; where S is a multiple of those tiles, each is cut into as many parts and no program has two.
 A tile that several programs share is summed in the order of those programs, by whichever arrives last: the same bits
 every time. A whole tile leaves through shared memory, by TMA, where STAGED.
 
@@ -58,8 +59,9 @@ def wait_for_product_before():
 
 @gluon.jit
 def narrow_worker(
-    s_words, s_x, s_scales, s_zeros, bias, out, partial, counters, M, N, steps, total, waves, tiles_m, tiles_n,
-    band, BM: gl.constexpr, BN: gl.constexpr, UNROLL: gl.constexpr, STAGES: gl.constexpr, WARPS: gl.constexpr,
+    s_words, s_x, s_scales, s_zeros, bias, out, partial, counters, M, N, steps, total, waves, sharing,
+    tiles_m, tiles_n, band,
+    BM: gl.constexpr, BN: gl.constexpr, UNROLL: gl.constexpr, STAGES: gl.constexpr, WARPS: gl.constexpr,
     GROUPS: gl.constexpr, ASYM: gl.constexpr, BIAS: gl.constexpr, OVERLAP: gl.constexpr,
 ):  # fmt: skip
     DTYPE: gl.constexpr = s_x.dtype
@@ -67,7 +69,7 @@ def narrow_worker(
     LEFT: gl.constexpr = gl.DotOperandLayout(0, MMA, 2)
     WORDS: gl.constexpr = block_layout(BN, WARPS)
     RIGHT: gl.constexpr = gl.DotOperandLayout(1, MMA, 2)
-    first, last, count = share(steps, total, waves)
+    first, last, count = share(steps, total, waves, sharing)
     i_stage = 0
     if OVERLAP:
         wait_for_kernel_in_front()
@@ -101,8 +103,10 @@ def narrow_worker(
             if i_chunk + STAGES < count:
                 release(FIRST_BARRIER + STAGES * (WARPS // 4) + i_stage, 32 * WARPS + 32)
             i_stage = gl.where(i_stage + 1 == STAGES, 0, i_stage + 1)
-        sharer, until = sharers(i_shared, steps, total, i_visit >= waves)
-        acc, whole = sum_shares(acc, partial, counters, i_shared, steps, total, sharer, until, BN, BM, WARPS, MMA)
+        sharer, until = sharers(i_shared, steps, total, sharing, i_visit >= waves)
+        acc, whole = sum_shares(
+            acc, partial, counters, i_shared, steps, total, sharing, sharer, until, BN, BM, WARPS, MMA
+        )
         if whole:
             i_n, i_m = place(i_tile, tiles_m, tiles_n, band)
             o_n = i_n * BN + gl.arange(0, BN, gl.SliceLayout(1, MMA))
@@ -110,10 +114,14 @@ def narrow_worker(
             store_tile(acc, out, i_n * BN, i_m * BM, M, N, BN, BM, DTYPE)
 
 
-@gluon.jit(do_not_specialize=["M", "N", "steps", "total", "waves", "tiles_m", "tiles_n", "band", "CHUNKS_A_GROUP"])
+@gluon.jit(
+    do_not_specialize=[
+        "M", "N", "steps", "total", "waves", "sharing", "tiles_m", "tiles_n", "band", "CHUNKS_A_GROUP",
+    ]
+)  # fmt: skip
 def narrow_kernel(
-    x, words, scales, zeros, bias, out, partial, counters, M, N, steps, total, waves, tiles_m, tiles_n, band,
-    CHUNKS_A_GROUP,
+    x, words, scales, zeros, bias, out, partial, counters, M, N, steps, total, waves, sharing,
+    tiles_m, tiles_n, band, CHUNKS_A_GROUP,
     BM: gl.constexpr, BN: gl.constexpr, UNROLL: gl.constexpr, STAGES: gl.constexpr, WARPS: gl.constexpr,
     GROUPS: gl.constexpr, ASYM: gl.constexpr, BIAS: gl.constexpr, OVERLAP: gl.constexpr,
     SCALED: gl.constexpr,
@@ -130,10 +138,11 @@ def narrow_kernel(
     gl.warp_specialize(
         [
             (narrow_worker, (u_words, u_x, u_scales, u_zeros, bias, out, partial, counters, M, N, steps, total, waves,
-                             tiles_m, tiles_n, band, BM, BN, UNROLL, STAGES, WARPS, GROUPS, ASYM, BIAS, OVERLAP)),
-            (loader, (x, words, scales, zeros, s_words, s_x, s_scales, s_zeros, full, steps, total, waves,
+                             sharing, tiles_m, tiles_n, band, BM, BN, UNROLL, STAGES, WARPS, GROUPS, ASYM, BIAS,
+                             OVERLAP)),
+            (loader, (x, words, scales, zeros, s_words, s_x, s_scales, s_zeros, full, steps, total, waves, sharing,
                       tiles_m, tiles_n, band, CHUNKS_A_GROUP, BM, BN, UNROLL, STAGES, WARPS, GROUPS, ASYM, OVERLAP)),
-            (messenger, (full, steps, total, waves, WARPS, STAGES)),
+            (messenger, (full, steps, total, waves, sharing, WARPS, STAGES)),
         ],
         [1, 1],
         [32 if GROUPS == 4 else 24, 24],  # registers: four groups a chunk are more to ask for
@@ -159,7 +168,7 @@ def next_chunk(
 
 @gluon.jit
 def wide_worker(
-    s_words, s_x, s_scales, s_zeros, s_out, out_map, bias, out, partial, counters, M, N, steps, total, waves,
+    s_words, s_x, s_scales, s_zeros, s_out, out_map, bias, out, partial, counters, M, N, steps, total, waves, sharing,
     tiles_m, tiles_n, band,
     BM: gl.constexpr, BN: gl.constexpr, PIECES: gl.constexpr, STAGES: gl.constexpr, WARPS: gl.constexpr,
     GROUPS: gl.constexpr, ASYM: gl.constexpr, BIAS: gl.constexpr, OVERLAP: gl.constexpr,
@@ -174,7 +183,7 @@ def wide_worker(
     A_GROUP: gl.constexpr = PIECES // GROUPS  # products that share a scale
     # how many products before a chunk's first its words are asked for; of two, that is too early for what is loading
     AHEAD: gl.constexpr = 1 if SCALED and PIECES == 4 else 0
-    first, last, count = share(steps, total, waves)
+    first, last, count = share(steps, total, waves, sharing)
     i_stage = 0
     zero = gl.zeros([BN, BM], gl.float32, MMA)
     if OVERLAP:
@@ -239,7 +248,7 @@ def wide_worker(
             i_stage = n_stage
         i_n, i_m = place(i_tile, tiles_m, tiles_n, band)
         o_n = i_n * BN + gl.arange(0, BN, gl.SliceLayout(1, MMA))
-        sharer, until = sharers(i_shared, steps, total, i_visit >= waves)
+        sharer, until = sharers(i_shared, steps, total, sharing, i_visit >= waves)
         tile = warpgroup_mma_wait(0, deps=[acc]) if SCALED else acc
         sent = False
         if STAGED:
@@ -248,7 +257,7 @@ def wide_worker(
                 send_tile(finish(tile, bias, o_n, N, BIAS, DTYPE, SCALED), out_map, s_out, i_n * BN, i_m * BM, DTYPE)
         if not sent:
             tile, whole = sum_shares(
-                tile, partial, counters, i_shared, steps, total, sharer, until, BN, BM, WARPS, MMA
+                tile, partial, counters, i_shared, steps, total, sharing, sharer, until, BN, BM, WARPS, MMA
             )  # fmt: skip
             if whole:
                 tile = finish(tile, bias, o_n, N, BIAS, DTYPE, SCALED)
@@ -257,10 +266,12 @@ def wide_worker(
         tma_store_wait(0)
 
 
-@gluon.jit(do_not_specialize=["M", "steps", "total", "waves", "tiles_m", "tiles_n", "band", "CHUNKS_A_GROUP"])
+@gluon.jit(
+    do_not_specialize=["M", "steps", "total", "waves", "sharing", "tiles_m", "tiles_n", "band", "CHUNKS_A_GROUP"]
+)
 def wide_kernel(
-    x, words, scales, zeros, out_map, bias, out, partial, counters, M, N, steps, total, waves, tiles_m, tiles_n, band,
-    CHUNKS_A_GROUP,
+    x, words, scales, zeros, out_map, bias, out, partial, counters, M, N, steps, total, waves, sharing,
+    tiles_m, tiles_n, band, CHUNKS_A_GROUP,
     BM: gl.constexpr, BN: gl.constexpr, PIECES: gl.constexpr, STAGES: gl.constexpr, WARPS: gl.constexpr,
     GROUPS: gl.constexpr, ASYM: gl.constexpr, BIAS: gl.constexpr, OVERLAP: gl.constexpr,
     SCALED: gl.constexpr, STAGED: gl.constexpr,
@@ -278,11 +289,11 @@ def wide_kernel(
     gl.warp_specialize(
         [
             (wide_worker, (u_words, u_x, u_scales, u_zeros, s_out, out_map, bias, out, partial, counters, M, N, steps,
-                           total, waves, tiles_m, tiles_n, band, BM, BN, PIECES, STAGES, WARPS, GROUPS, ASYM, BIAS,
-                           OVERLAP, SCALED, STAGED)),
-            (loader, (x, words, scales, zeros, s_words, s_x, s_scales, s_zeros, full, steps, total, waves,
+                           total, waves, sharing, tiles_m, tiles_n, band, BM, BN, PIECES, STAGES, WARPS, GROUPS, ASYM,
+                           BIAS, OVERLAP, SCALED, STAGED)),
+            (loader, (x, words, scales, zeros, s_words, s_x, s_scales, s_zeros, full, steps, total, waves, sharing,
                       tiles_m, tiles_n, band, CHUNKS_A_GROUP, BM, BN, 1, STAGES, WARPS, GROUPS, ASYM, OVERLAP)),
-            (messenger, (full, steps, total, waves, WARPS, STAGES)),
+            (messenger, (full, steps, total, waves, sharing, WARPS, STAGES)),
         ],
         [1, 1],
         [32 if GROUPS == 4 else 24, 24],  # registers: four groups a chunk are more to ask for

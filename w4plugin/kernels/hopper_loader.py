@@ -43,14 +43,14 @@ def load_weight(
 
 @gluon.jit
 def loader(
-    x, words, scales, zeros, s_words, s_x, s_scales, s_zeros, full, steps, total, waves, tiles_m, tiles_n, band,
-    CHUNKS_A_GROUP,
+    x, words, scales, zeros, s_words, s_x, s_scales, s_zeros, full, steps, total, waves, sharing,
+    tiles_m, tiles_n, band, CHUNKS_A_GROUP,
     BM: gl.constexpr, BN: gl.constexpr, UNROLL: gl.constexpr, STAGES: gl.constexpr, WARPS: gl.constexpr,
     GROUPS: gl.constexpr, ASYM: gl.constexpr, OVERLAP: gl.constexpr,
 ):  # fmt: skip
     SCALE_BYTES: gl.constexpr = BN * scales.dtype.primitive_bitwidth // 8 + (zeros.block_shape[1] if ASYM else 0)
     BYTES: gl.constexpr = UNROLL * (BN * 64 + BM * 256 + GROUPS * SCALE_BYTES)
-    begin, _, count = share(steps, total, waves)
+    begin, _, count = share(steps, total, waves, sharing)
     i_tile, i_step = first_step(begin, steps, waves)
     i_n, i_m = place(i_tile, tiles_m, tiles_n, band)
     if OVERLAP:

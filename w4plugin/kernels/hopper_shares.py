@@ -1,7 +1,8 @@
 """Which tiles and steps of K a program of the Hopper kernels works on: whole tiles in turn, then a share of the rest.
 
 The loader, the messenger and the warps that multiply walk the same steps, each for itself; see :mod:`.hopper_kernels`.
-``total`` are the steps of the tiles that are shared, ``steps`` those of one tile, ``waves`` a program's whole tiles.
+``total`` are the steps of the tiles that are shared, ``steps`` those of one tile, ``waves`` a program's whole tiles;
+``sharing`` programs share, each an equal run of the steps, the first of them.
 Tiles are counted down ``band`` tiles of rows of x, then along the columns of W, then the next band: programs that run
 together read few rows of x and few columns of W, which the L2 holds.
 """
@@ -11,11 +12,11 @@ from triton.experimental.gluon import language as gl
 
 
 @gluon.jit
-def share(steps, total, waves):
+def share(steps, total, waves, sharing):
     """First and last (exclusive) of the shared steps that are this program's, and how many steps it has in all."""
     pid = gl.program_id(0)
-    first = pid * total // gl.num_programs(0)
-    last = (pid + 1) * total // gl.num_programs(0)
+    first = gl.minimum(pid, sharing) * total // sharing
+    last = gl.minimum(pid + 1, sharing) * total // sharing
     return first, last, waves * steps + last - first
 
 

@@ -58,9 +58,9 @@ def _at(ASM: gl.constexpr, counter, value):
 
 
 @gluon.jit
-def _slot(i_program, i_tile, steps, total):
+def _slot(i_program, i_tile, steps, total, sharing):
     """Where a program's sums of a tile are: it shares at most the tile it starts in and the tile it ends in."""
-    return 2 * i_program + ((i_program * total // gl.num_programs(0)) // steps != i_tile).to(gl.int32)
+    return 2 * i_program + gl.where((i_program * total // sharing) // steps == i_tile, 0, 1)
 
 
 @gluon.jit
@@ -97,34 +97,33 @@ def _sum_of_two(blocks, p_mine, p_other, counter):
 
 
 @gluon.jit
-def _sum_of_all(blocks, p_sums, o_mine, counter, i_tile, first, last, steps, total, SIZE: gl.constexpr):
+def _sum_of_all(blocks, p_sums, o_mine, counter, i_tile, first, last, steps, total, sharing, SIZE: gl.constexpr):
     """Each writes what it holds, and who comes last adds all of them in their order."""
     gl.store(p_sums + o_mine, blocks, cache_modifier=".cg")
     whole = _at(_PUBLISH, counter, 1) == last - first
     if whole:
         blocks = gl.zeros_like(blocks)
         for i in range(first, last + 1):
-            blocks += gl.load(p_sums + _slot(i, i_tile, steps, total) * SIZE, cache_modifier=".cg")
+            blocks += gl.load(p_sums + _slot(i, i_tile, steps, total, sharing) * SIZE, cache_modifier=".cg")
         _at(_RESET, counter, 0)
     return blocks, whole
 
 
 @gluon.jit
-def sharers(i_tile, steps, total, shared):
+def sharers(i_tile, steps, total, sharing, shared):
     """First and last of the programs that share a tile, of those that are ``shared`` the ``i_tile``-th."""
-    programs = gl.num_programs(0)
     begin = i_tile * steps
     first = 0
     last = 0
     if shared:
-        first = ((begin + 1) * programs - 1) // total
-        last = ((begin + steps) * programs - 1) // total
+        first = ((begin + 1) * sharing - 1) // total
+        last = ((begin + steps) * sharing - 1) // total
     return first, last
 
 
 @gluon.jit
 def sum_shares(
-    acc, partial, counters, i_tile, steps, total, first, last, BN: gl.constexpr, BM: gl.constexpr,
+    acc, partial, counters, i_tile, steps, total, sharing, first, last, BN: gl.constexpr, BM: gl.constexpr,
     WARPS: gl.constexpr, LAYOUT: gl.constexpr,
 ):  # fmt: skip
     """The whole sum of a tile that programs ``first .. last`` share, and whether this warp holds its part of it."""
@@ -137,14 +136,18 @@ def sum_shares(
         blocks = gl.reshape(acc, [BN // 8, 8, BM // 8, 8]) if BM > 8 else acc
         BLOCKS: gl.constexpr = blocks.type.layout
         p_sums = partial + (_places(BN, BM, BLOCKS) if BM > 8 else _places_of_one(BN, BLOCKS))
-        o_mine = _slot(pid, i_tile, steps, total) * SIZE
+        o_mine = _slot(pid, i_tile, steps, total, sharing) * SIZE
         if SIZE // WARPS >= PAIRS_FROM:
             if last == first + 1:
-                o_other = _slot(first + last - pid, i_tile, steps, total) * SIZE
+                o_other = _slot(first + last - pid, i_tile, steps, total, sharing) * SIZE
                 blocks, whole = _sum_of_two(blocks, p_sums + o_mine, p_sums + o_other, counter)
             else:
-                blocks, whole = _sum_of_all(blocks, p_sums, o_mine, counter, i_tile, first, last, steps, total, SIZE)
+                blocks, whole = _sum_of_all(
+                    blocks, p_sums, o_mine, counter, i_tile, first, last, steps, total, sharing, SIZE
+                )
         else:
-            blocks, whole = _sum_of_all(blocks, p_sums, o_mine, counter, i_tile, first, last, steps, total, SIZE)
+            blocks, whole = _sum_of_all(
+                blocks, p_sums, o_mine, counter, i_tile, first, last, steps, total, sharing, SIZE
+            )
         acc = gl.convert_layout(gl.reshape(blocks, [BN, BM]), LAYOUT, assert_trivial=True)
     return acc, whole

@@ -30,6 +30,15 @@ BAND = 1024
 COUNTERS = 16
 """Warps that multiply, a multiprocessor: a weight carries an arrival counter for each."""
 
+MOST = 4
+"""Programs that share a tile left after whole ones, each of no other."""
+
+RUNS = (10, 0.1)
+"""What sharing in equal runs costs a program, in chunks and in chunks of a tile: it has parts of three tiles."""
+
+PARTS = (4, 0.03)
+"""The same where it has a part of one."""
+
 NEAR = 1.5
 """How far a measured shape may be from a problem's, as the product of the ratios of N and of K."""
 
@@ -225,16 +234,32 @@ def programs(tile: Tile, p: Problem) -> int:
         if tiles * share >= 0.6 * slots or share == most:
             return tiles * share
     elif not tile.on_sum:
-        # whole tiles on a little less than the device, where that wastes less than sharing: a third of a tile's time
-        return next((n for n in range(slots, 0, -1) if tiles % n == 0 and 3 * (slots - n) * tiles <= slots * n), slots)
+        # whole tiles on a little less than the device, where that wastes less than sharing costs
+        divisors = [n for n in range(1, slots) if tiles % n == 0]
+        return min(*divisors, slots, key=lambda n: _cheapest(tiles, n, steps(tile, p))[0])
     return min(slots, tiles * steps(tile, p))
 
 
-def waves(tiles: int, programs: int) -> int:
-    """How many whole tiles each program computes before the programs share what is left, step by step.
+def division(tiles: int, programs: int, steps: int, even: bool) -> tuple[int, int]:
+    """How many whole tiles each program computes, and how many programs then share what is left.
 
-    What is left is nothing, or more than a tile a program: shorter shares would cut every tile into more parts.
+    What is left is nothing; or more than a tile a program, of which all walk equal runs of steps, so that a tile is cut
+    into three parts at most; or where that costs less and ``even`` is given, fewer tiles than programs, each of them
+    cut into as many parts.
     """
-    if tiles % programs == 0:
-        return tiles // programs
-    return max(tiles // programs - 1, 0)
+    if even or tiles % programs == 0:
+        return _cheapest(tiles, programs, steps)[1:]
+    return max(tiles // programs - 1, 0), programs
+
+
+def _cheapest(tiles: int, programs: int, steps: int) -> tuple[float, int, int]:
+    """What the busiest program takes, in chunks, by the cheapest :func:`division`, and that."""
+    whole, left = divmod(tiles, programs)
+    if not left:
+        return whole * steps, whole, programs
+    equal = tiles * steps / programs + RUNS[0] + RUNS[1] * steps, max(whole - 1, 0), programs
+    if not whole:
+        return equal
+    parts = min(MOST, programs // left)
+    summing = PARTS[0] + PARTS[1] * steps if parts > 1 else 0.0
+    return min(equal, (whole * steps + -(-steps // parts) + summing, whole, left * parts))
