@@ -103,12 +103,12 @@ def in_flight(lines: list[Instruction]) -> list[dict[int, int]]:
     """What is in flight before each instruction, by whichever way it was reached (around loops, too): the product's
     index, and the fewest groups that have been committed since it was issued, its own included."""
     before: list[dict[int, int]] = [{} for _ in lines]
-    index = {line.address: i for i, line in enumerate(lines)}
+    ways = successors(lines)
     todo = [i for i, line in enumerate(lines) if line.kind == "HGMMA"]
     while todo:
         i = todo.pop()
         after = step(i, lines[i], before[i])
-        for n in successors(i, lines, index):
+        for n in ways[i]:
             fewer = {p: age for p, age in after.items() if age < before[n].get(p, age + 1)}
             if fewer:
                 before[n].update(fewer)
@@ -126,13 +126,40 @@ def step(i: int, line: Instruction, before: Mapping[int, int]) -> Mapping[int, i
     return before
 
 
-def successors(i: int, lines: list[Instruction], index: Mapping[int, int]) -> Iterator[int]:
+def successors(lines: list[Instruction]) -> list[set[int]]:
+    """Where each instruction may go on, as indices.
+
+    BSYNC goes on where the BSSY of its barrier says: one that leads here, since barriers are used over and over.
+    """
+    index = {line.address: i for i, line in enumerate(lines)}
+    ways = [set(plain_successors(i, lines, index)) for i in range(len(lines))]
+    ends = {i: index[int(line.operands[1], 16)] for i, line in enumerate(lines) if line.kind == "BSSY"}
+    led: list[set[int]] = [set() for _ in lines]  # by which BSSY, the last of each barrier
+    todo = list(ends)
+    while todo:
+        i = todo.pop()
+        line = lines[i]
+        after = led[i]
+        if line.kind == "BSSY":
+            after = {i} | {b for b in led[i] if lines[b].operands[0] != line.operands[0]}
+        elif line.kind == "BSYNC":
+            ways[i] |= {ends[b] for b in after if lines[b].operands[0] == line.operands[0]}
+        for n in ways[i]:
+            if not after <= led[n]:
+                led[n] |= after
+                todo.append(n)
+    for i, line in enumerate(lines):
+        if line.kind == "BSYNC":
+            same = {b for b in ends if lines[b].operands[0] == line.operands[0]}
+            ways[i] |= {ends[b] for b in led[i] & same or same}  # any, where none is seen to lead here
+    return ways
+
+
+def plain_successors(i: int, lines: list[Instruction], index: Mapping[int, int]) -> Iterator[int]:
+    """Those that the instruction itself tells."""
     line = lines[i]
     if line.kind == "BRA":
         yield index[int(line.operands[-1], 16)]
-    if line.kind == "BSYNC":  # goes on where the BSSY of its barrier says
-        ends = (other.operands for other in lines if other.kind == "BSSY")
-        yield from (index[int(end, 16)] for barrier, end in ends if barrier == line.operands[0])
     # a second predicate of a branch is its first operand
     always = line.kind in ("BRA", "EXIT") and not line.guarded and len(line.operands) == 1
     if not always and i + 1 < len(lines):

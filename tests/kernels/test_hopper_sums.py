@@ -110,7 +110,8 @@ def summed(shares: list[float], pairs: bool, seed: int, launches: int = 2) -> No
                 return FunctionType(function.fn.__code__, {**function.fn.__globals__, **outside})
 
             if pairs:
-                return plain(sums._sum_of_two)(shares[i], i, 1 - i, "counter")
+                came = at(sums._COUNT, "counter", 1)
+                return plain(sums._sum_of_two)(shares[i], i, 1 - i, "counter", came)
             return plain(sums._sum_of_all)(shares[i], 0, i, "counter", 0, 0, len(shares) - 1, 1, 1, 1, 1)
 
         found: dict[int, tuple[float, bool]] = {}

@@ -115,6 +115,10 @@ def test_follows_branches() -> None:
     assert hazards(sass(PRODUCT, "BRA UP0, 0x0130", "MOV R40, R2", WAIT)) == 1
     assert hazards(sass(PRODUCT, "BRA 0x0130", WAIT, "MOV R40, R2")) == 1
     assert hazards(sass("BSSY B0, 0x0140", PRODUCT, "BSYNC B0", WAIT, "MOV R40, R2")) == 1
+    # a barrier is used again: the second BSYNC does not go on where the first BSSY says, over by then
+    ways = ["BSSY B0, 0x0120", "BSYNC B0", "MOV R40, R2", PRODUCT, "BSSY B0, 0x0160", "BSYNC B0"]
+    assert hazards(sass(*ways, WAIT, "MOV R40, R2")) == 0
+    assert hazards(sass(*ways, "MOV R40, R2", WAIT)) == 1
     assert hazards(sass(PRODUCT, "@P0 " + WAIT, "MOV R40, R2")) == 1
     assert hazards(sass("BRX R2 -0x3c0", PRODUCT, "CALL.REL.NOINC 0x0100", WAIT, "RET.REL.NODEC R2 0x0")) == 1
 

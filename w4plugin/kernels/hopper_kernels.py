@@ -38,7 +38,7 @@ from w4plugin.kernels.hopper_hand_over import (
 from w4plugin.kernels.hopper_loader import let_next_kernel_start, loader, stages, units, wait_for_kernel_in_front
 from w4plugin.kernels.hopper_output import finish, send_tile, store_tile
 from w4plugin.kernels.hopper_shares import place, share, visit, visits
-from w4plugin.kernels.hopper_sums import sharers, sum_shares
+from w4plugin.kernels.hopper_sums import come, sharers, sum_shares
 from w4plugin.kernels.hopper_weights import block_layout, factors, half_block, load_block, operand
 
 
@@ -104,8 +104,9 @@ def narrow_worker(
                 release(FIRST_BARRIER + STAGES * (WARPS // 4) + i_stage, 32 * WARPS + 32)
             i_stage = gl.where(i_stage + 1 == STAGES, 0, i_stage + 1)
         sharer, until = sharers(i_shared, steps, total, sharing, i_visit >= waves)
+        came = come(counters, sharer, until, BN * BM, WARPS)
         acc, whole = sum_shares(
-            acc, partial, counters, i_shared, steps, total, sharing, sharer, until, BN, BM, WARPS, MMA
+            acc, partial, counters, came, i_shared, steps, total, sharing, sharer, until, BN, BM, WARPS, MMA
         )
         if whole:
             i_n, i_m = place(i_tile, tiles_m, tiles_n, band)
@@ -249,6 +250,7 @@ def wide_worker(
         i_n, i_m = place(i_tile, tiles_m, tiles_n, band)
         o_n = i_n * BN + gl.arange(0, BN, gl.SliceLayout(1, MMA))
         sharer, until = sharers(i_shared, steps, total, sharing, i_visit >= waves)
+        came = come(counters, sharer, until, BN * BM, WARPS)
         tile = warpgroup_mma_wait(0, deps=[acc]) if SCALED else acc
         sent = False
         if STAGED:
@@ -257,7 +259,7 @@ def wide_worker(
                 send_tile(finish(tile, bias, o_n, N, BIAS, DTYPE, SCALED), out_map, s_out, i_n * BN, i_m * BM, DTYPE)
         if not sent:
             tile, whole = sum_shares(
-                tile, partial, counters, i_shared, steps, total, sharing, sharer, until, BN, BM, WARPS, MMA
+                tile, partial, counters, came, i_shared, steps, total, sharing, sharer, until, BN, BM, WARPS, MMA
             )  # fmt: skip
             if whole:
                 tile = finish(tile, bias, o_n, N, BIAS, DTYPE, SCALED)

@@ -29,7 +29,8 @@ mov.u32 value, 0;
 @first atom.relaxed.gpu.global.add.u32 value, [word], $2;
 shfl.sync.idx.b32 $0, value, 0, 31, -1;
 """
-_COUNT = gl.constexpr("{" + _WORD + _ADD + "}")
+# adds nothing, and asks nobody, where the value is 0
+_COUNT = gl.constexpr("{" + _WORD + "setp.ne.and.u32 first, $2, 0, first;" + _ADD + "}")
 # what all lanes of the warp stored before can be read by whoever sees the count, and the other way round
 _PUBLISH = gl.constexpr(
     "{" + _WORD + "bar.warp.sync -1; fence.acq_rel.gpu;" + _ADD + "fence.acq_rel.gpu; bar.warp.sync -1; }"
@@ -83,9 +84,9 @@ def _places_of_one(BN: gl.constexpr, LAYOUT: gl.constexpr):
 
 
 @gluon.jit
-def _sum_of_two(blocks, p_mine, p_other, counter):
+def _sum_of_two(blocks, p_mine, p_other, counter, came):
     """a + b is b + a: who comes last adds what the other wrote, and need not write what it holds."""
-    whole = _at(_COUNT, counter, 1) % _WRITTEN == 1
+    whole = came % _WRITTEN == 1
     if whole:
         _at(_AWAIT, counter, _WRITTEN)
         blocks += gl.load(p_other, cache_modifier=".cg")
@@ -122,8 +123,18 @@ def sharers(i_tile, steps, total, sharing, shared):
 
 
 @gluon.jit
+def come(counters, first, last, SIZE: gl.constexpr, WARPS: gl.constexpr):
+    """Of two programs that share a tile, which this is: asked while the last product runs, as the answer takes long."""
+    came = 0
+    if SIZE // WARPS >= PAIRS_FROM:
+        # no branch: where paths meet the compiler may move sums that a product is still writing
+        came = _at(_COUNT, counters + first * WARPS, gl.where(last == first + 1, 1, 0))
+    return came
+
+
+@gluon.jit
 def sum_shares(
-    acc, partial, counters, i_tile, steps, total, sharing, first, last, BN: gl.constexpr, BM: gl.constexpr,
+    acc, partial, counters, came, i_tile, steps, total, sharing, first, last, BN: gl.constexpr, BM: gl.constexpr,
     WARPS: gl.constexpr, LAYOUT: gl.constexpr,
 ):  # fmt: skip
     """The whole sum of a tile that programs ``first .. last`` share, and whether this warp holds its part of it."""
@@ -140,7 +151,7 @@ def sum_shares(
         if SIZE // WARPS >= PAIRS_FROM:
             if last == first + 1:
                 o_other = _slot(first + last - pid, i_tile, steps, total, sharing) * SIZE
-                blocks, whole = _sum_of_two(blocks, p_sums + o_mine, p_sums + o_other, counter)
+                blocks, whole = _sum_of_two(blocks, p_sums + o_mine, p_sums + o_other, counter, came)
             else:
                 blocks, whole = _sum_of_all(
                     blocks, p_sums, o_mine, counter, i_tile, first, last, steps, total, sharing, SIZE
