@@ -36,8 +36,10 @@ class Variant:
 
 def variants() -> Iterator[Variant]:
     """Each tile in float16 symmetric and bfloat16 asymmetric; one of each kernel with every kind of group and scale."""
-    problems = (Problem(m, n, k, 128, True, "sm_90", 132) for (k, n), m in itertools.product(SHAPES, BUCKETS))
-    chosen = (tile for tile in map(hopper_tiles.choose, problems) if tile is not None)
+    rows = (*BUCKETS, 640)  # and where 128 rows at a time leave fewer over than 256
+    problems = (Problem(m, n, k, 128, True, "sm_90", 132) for (k, n), m in itertools.product(SHAPES, rows))
+    choices = ((hopper_tiles.choose(p), hopper_tiles.by_rule(p)) for p in problems)
+    chosen = (tile for both in choices for tile in both if tile is not None)
     # what a launch alone depends on makes no other code; of pipelines the deepest needs the most shared memory
     tiles = list(
         {replace(t, stages=0, resident=0, programs=0): t for t in sorted(chosen, key=lambda t: t.stages)}.values()
@@ -45,10 +47,10 @@ def variants() -> Iterator[Variant]:
     for tile in tiles:
         yield Variant(tile)
         yield Variant(tile, dtype=torch.bfloat16, scales=torch.bfloat16, asym=True)
-    # with each kind of group: each kernel, the largest tile, one whose scales meet the sums
-    largest = next(t for t in tiles if t.staged and t.bn == 256)
-    for group in (32, 64, 256, 0):
-        yield Variant(_fitting(largest, group), group, asym=True)
+    # with each kind of group: each kernel, the largest tiles, one whose scales meet the sums
+    for largest in (next(t for t in tiles if t.staged and (t.bm, t.bn) == size) for size in ((128, 256), (256, 128))):
+        for group in (32, 64, 256, 0):
+            yield Variant(_fitting(largest, group), group, asym=True)
     for kind in ("narrow", "wide"):
         tile = next(t for t in tiles if t.kind == kind and t.on_sum)  # scales of every dtype
         for group in (32, 64, 256, 0):

@@ -32,6 +32,10 @@ TILES = [
     (4096, 28688, 1000, Tile("wide", 128, 256, 4, 3, 8, 168, 1, False, 12, 0, True)),
     (128, 8208, 1030, Tile("wide", 256, 128, 2, 2, 8, 168, 1, False, 12, 0, True)),
     (4096, 6144, 900, Tile("wide", 128, 64, 2, 2, 4, 128, 2, False, 12, 250, True)),
+    # sent from the stage of x that was a tile's last, which comes back later: many tiles, few stages
+    (4096, 28672, 1024, Tile("wide", 256, 128, 4, 3, 8, 168, 1, False, 12, 0, True)),
+    (256, 8208, 2000, Tile("wide", 256, 64, 4, 2, 4, 168, 1, False, 12, 0, True)),
+    (14336, 4096, 512, Tile("wide", 256, 64, 4, 3, 4, 168, 1, False, 12, 0, True)),
     # tiles left after whole ones: 60 of them, two programs for each; 32, four; 14, four, with the edge of N
     (4096, 6144, 512, Tile("wide", 128, 128, 4, 4, 8, 168, 1, False, 12, 132, True)),
     (3584, 18944, 250, Tile("wide", 128, 128, 4, 4, 8, 168, 1, False, 12, 132, True)),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import json
 
 import pytest
@@ -50,7 +51,8 @@ def test_every_choice_is_one_the_kernels_take(m: int, n: int, k: int, group: int
     scales = (2 if narrow else 4) * tile.bn + max(tile.bn, 128)  # and zero points, a byte each
     chunk = tile.bn * 64 + tile.bm * 256 + (128 // group if group in (32, 64) else 1) * scales
     stage = chunk * (tile.depth if tile.kind == "narrow" else 1)
-    output = 2 * tile.bm * tile.bn if tile.staged else 0
+    output = 2 * tile.bm * tile.bn if tile.staged and tile.bm <= 128 else 0  # otherwise a stage of x holds it
+    assert not tile.staged or tile.bm <= 128 or tile.bn <= 128, "as much as a stage of x"
     assert tile.resident * (tile.stages * stage + output + 1024) <= SHARED, "the resident programs fit shared memory"
     assert tile.stages >= 2, "one stage is read while another comes"
     assert not tile.staged or tile.kind == "wide"
@@ -110,17 +112,29 @@ def test_runs_where_parts_take_longer() -> None:
 
 
 def test_many_rows_take_the_widest_tile_that_fills_the_device() -> None:
-    """1024 rows: 896 tiles of 256 columns are seven waves of 128; of 192 every other wave would be half empty."""
+    """1024 rows: 896 tiles of 256 x 128 are seven waves of 128; of 192 every other wave would be half empty."""
+    assert staged_size(1024, 28672) == (256, 128)
+    assert staged_size(1024, 6144) == (128, 128)
+    assert staged_size(4096, 6144) == (256, 128)
 
-    def columns(m: int, n: int) -> int:
-        tile = hopper_tiles.by_rule(problem(m, n, 4096))
+
+def staged_size(m: int, n: int) -> tuple[int, int]:
+    tile = hopper_tiles.by_rule(problem(m, n, 4096))
+    assert tile is not None
+    assert tile.staged
+    return tile.bm, tile.bn
+
+
+def test_rows_that_x_does_not_have_are_few() -> None:
+    """Five times 128 rows are no three times 256, by rule and by table: tiles of 128 rows and as large instead."""
+    assert staged_size(640, 28672) == (128, 256)
+    assert staged_size(641, 28672) == (256, 128)
+    assert staged_size(1100, 28672) == (128, 256)
+    assert staged_size(300, 4096) == (128, 128)  # 256 x 64 at 512
+    for n, m in itertools.product((4096, 28672), range(257, 2100)):
+        tile = hopper_tiles.choose(problem(m, n, 4096))
         assert tile is not None
-        assert tile.staged
-        return tile.bn
-
-    assert columns(1024, 28672) == 256
-    assert columns(1024, 6144) == 128
-    assert columns(4096, 6144) == 256
+        assert -(-m // tile.bm) * tile.bm - m < 128
 
 
 def test_whole_waves_where_tiles_divide() -> None:

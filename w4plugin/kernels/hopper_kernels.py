@@ -36,7 +36,7 @@ from w4plugin.kernels.hopper_hand_over import (
     wait_for_stage,
 )
 from w4plugin.kernels.hopper_loader import let_next_kernel_start, loader, stages, units, wait_for_kernel_in_front
-from w4plugin.kernels.hopper_output import finish, send_tile, store_tile
+from w4plugin.kernels.hopper_output import finish, lends, outputs, send_tile, store_tile, wait_until_sent
 from w4plugin.kernels.hopper_shares import place, share, visit, visits
 from w4plugin.kernels.hopper_sums import come, sharers, sum_shares
 from w4plugin.kernels.hopper_weights import block_layout, factors, half_block, load_block, operand
@@ -182,8 +182,12 @@ def wide_worker(
     WORDS: gl.constexpr = block_layout(BN, WARPS)
     HALVES: gl.constexpr = 4 // PIECES
     A_GROUP: gl.constexpr = PIECES // GROUPS  # products that share a scale
+    gl.static_assert(SCALED or not STAGED, "where scales meet sums a stage is given back before its tile is done")
     # how many products before a chunk's first its words are asked for; of two, that is too early for what is loading
     AHEAD: gl.constexpr = 1 if SCALED and PIECES == 4 else 0
+    # the product of a tile's first chunk with which the stage before is given back, whose x may still be being sent;
+    # the next stage, which is the same one where there are two, is waited for thereafter
+    SENT: gl.constexpr = PIECES - 1 - AHEAD if STAGED and lends(BM) else 0
     first, last, count = share(steps, total, waves, sharing)
     i_stage = 0
     zero = gl.zeros([BN, BM], gl.float32, MMA)
@@ -207,10 +211,14 @@ def wide_worker(
                 if SCALED:
                     acc = warpgroup_mma(b_a, p_x.permute((1, 0)), acc, is_async=True)
                     wait_for_product_before()
-                    if (h == 0) & (i > 0) & (i + STAGES <= count):
-                        # the products that are done were made of everything that was loaded from that stage
-                        done_with = gl.where(i_stage == 0, STAGES - 1, i_stage - 1)
-                        tell(FIRST_BARRIER + STAGES * (WARPS // 4) + done_with, 32 * WARPS + 32)
+                    if h == 0 or h == SENT:
+                        # the products that are done were made of everything that was loaded from the stage before
+                        after = 0 if SENT == 0 else begin
+                        if ((i > after) if h == 0 else (i == after)) & (i > 0) & (i + STAGES <= count):
+                            if h > 0:
+                                wait_until_sent()
+                            done_with = gl.where(i_stage == 0, STAGES - 1, i_stage - 1)
+                            tell(FIRST_BARRIER + STAGES * (WARPS // 4) + done_with, 32 * WARPS + 32)
                 elif h % A_GROUP == 0:
                     dot = warpgroup_mma(
                         b_a, p_x.permute((1, 0)), warpgroup_mma_init(zero), use_acc=False, is_async=True
@@ -256,7 +264,9 @@ def wide_worker(
         if STAGED:
             sent = sharer == until
             if sent:
-                send_tile(finish(tile, bias, o_n, N, BIAS, DTYPE, SCALED), out_map, s_out, i_n * BN, i_m * BM, DTYPE)
+                i_last = gl.where(i_stage == 0, STAGES - 1, i_stage - 1)
+                s_tile = s_out.index(i_last * (128 // BN) if lends(BM) else 0)
+                send_tile(finish(tile, bias, o_n, N, BIAS, DTYPE, SCALED), out_map, s_tile, i_n * BN, i_m * BM, DTYPE)
         if not sent:
             tile, whole = sum_shares(
                 tile, partial, counters, came, i_shared, steps, total, sharing, sharer, until, BN, BM, WARPS, MMA
@@ -285,7 +295,7 @@ def wide_kernel(
     full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     for i in gl.static_range(STAGES):
         mbarrier.init(full.index(i), count=1)
-    s_out = gl.allocate_shared_memory(out_map.dtype, [BM, BN], out_map.layout) if STAGED else u_words
+    s_out = outputs(s_x, out_map, BM, BN, STAGES) if STAGED else u_words
     if OVERLAP:
         let_next_kernel_start()
     gl.warp_specialize(

@@ -3,7 +3,8 @@
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from w4plugin.kernels.gluon_names import fence_async_shared, tma_store, tma_store_wait
+from w4plugin.kernels import hopper_tiles
+from w4plugin.kernels.gluon_names import fence_async_shared, reinterpret, tma_store, tma_store_wait
 
 # Two blocks of 8 x 8, rows n and n + 8 of out^T: $2 and $3 hold neighbouring columns of both. movmatrix makes them
 # neighbouring rows; lanes of the lower half then swap a word with those of the upper half, so that eight lanes hold 16
@@ -55,6 +56,30 @@ def store_tile(tile, out, i_n, i_m, M, N, BN: gl.constexpr, BM: gl.constexpr, DT
     o_m = i_m + 8 * (o_pair >> 2) + (o_row & 3) + ((o_row >> 1) & 4)
     p_out = out.to(gl.pointer_type(gl.int32), bitcast=True) + (o_m.to(gl.int64) * (N // 2) + (o_n >> 1))
     gl.store(p_out, b_out, mask=(o_m < M) & (o_n < N))
+
+
+@gluon.jit
+def wait_until_sent():
+    """Until what this thread sent has been read. Gluon's own wait has all warps wait for each other too."""
+    gl.inline_asm_elementwise(
+        "cp.async.bulk.wait_group.read 0; mov.u32 $0, 0;", "=r", [], dtype=gl.int32, is_pure=False, pack=1
+    )
+
+
+lends = gluon.constexpr_function(hopper_tiles.lends)
+
+
+@gluon.jit
+def outputs(s_x, out_map, BM: gl.constexpr, BN: gl.constexpr, STAGES: gl.constexpr):
+    """Shared memory for whole tiles, ``[.., BM, BN]``: their own, in place 0; or of the stages of x.
+
+    A stage holds 128 columns of x, so as many of the output; ``128 // BN`` tiles lie in one.
+    """
+    if lends(BM):
+        s_out = reinterpret(s_x, out_map.dtype, [STAGES * 128 // BN, BM, BN], out_map.layout)
+    else:
+        s_out = gl.allocate_shared_memory(out_map.dtype, [1, BM, BN], out_map.layout)
+    return s_out
 
 
 @gluon.jit
