@@ -36,10 +36,11 @@ TILES = [
     (4096, 28672, 1024, Tile("wide", 256, 128, 4, 3, 8, 168, 1, False, 12, 0, True)),
     (256, 8208, 2000, Tile("wide", 256, 64, 4, 2, 4, 168, 1, False, 12, 0, True)),
     (14336, 4096, 512, Tile("wide", 256, 64, 4, 3, 4, 168, 1, False, 12, 0, True)),
-    # tiles left after whole ones: 60 of them, two programs for each; 32, four; 14, four, with the edge of N
+    # tiles left after whole ones: 60 of them, two programs for each; 32 and 14, runs, with the edge of N; 64, two
     (4096, 6144, 512, Tile("wide", 128, 128, 4, 4, 8, 168, 1, False, 12, 132, True)),
     (3584, 18944, 250, Tile("wide", 128, 128, 4, 4, 8, 168, 1, False, 12, 132, True)),
     (8192, 17680, 200, Tile("wide", 128, 256, 4, 3, 8, 168, 1, False, 12, 126, True)),
+    (3584, 18944, 500, Tile("wide", 128, 128, 4, 4, 8, 168, 1, False, 12, 132, True)),
     (8192, 57344, 8, Tile("narrow", 8, 64, 4, 2, 4, 80, 3, True, 12)),
     (4096, 28672, 8, Tile("narrow", 8, 64, 1, 3, 4, 80, 3, True, 12)),
 ]

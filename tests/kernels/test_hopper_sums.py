@@ -100,9 +100,15 @@ def summed(shares: list[float], pairs: bool, seed: int, launches: int = 2) -> No
                 turns.step(i)
                 return memory[place]
 
-            language = SimpleNamespace(store=store, load=load, zeros_like=lambda x: 0.0)
+            language = SimpleNamespace(
+                store=store,
+                load=load,
+                zeros_like=lambda x: 0.0,
+                where=lambda condition, yes, no: yes if condition else no,
+            )
             outside = {
                 "gl": language, "_at": at, "_slot": lambda program, *_: program, "_WRITTEN": sums._WRITTEN.value,
+                "PAIRS_FROM": sums.PAIRS_FROM.value,
                 **{name: getattr(sums, name) for name in operations},
             }  # fmt: skip
 
@@ -110,7 +116,7 @@ def summed(shares: list[float], pairs: bool, seed: int, launches: int = 2) -> No
                 return FunctionType(function.fn.__code__, {**function.fn.__globals__, **outside})
 
             if pairs:
-                came = at(sums._COUNT, "counter", 1)
+                came = plain(sums.come)(0, 0, 1, sums.PAIRS_FROM.value, 1)
                 return plain(sums._sum_of_two)(shares[i], i, 1 - i, "counter", came)
             return plain(sums._sum_of_all)(shares[i], 0, i, "counter", 0, 0, len(shares) - 1, 1, 1, 1, 1)
 

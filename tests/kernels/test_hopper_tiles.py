@@ -85,9 +85,9 @@ EVEN = [
     (448, 112, 4, 112),
     (448, 132, 3, 104),  # 52 tiles are left: two programs for each
     (896, 132, 6, 104),  # 104 are left: one for each
-    (276, 132, 2, 48),  # twelve: no more than four for each
+    (276, 132, 1, 132),  # twelve: with two for each most programs would idle, so runs
     (132, 132, 1, 132),
-    (133, 132, 1, 4),
+    (133, 132, 0, 132),
     (262, 132, 1, 130),
     (96, 132, 0, 132),  # no whole tiles first: runs
 ]

@@ -30,13 +30,13 @@ BAND = 1024
 COUNTERS = 16
 """Warps that multiply, a multiprocessor: a weight carries an arrival counter for each."""
 
-MOST = 4
-"""Programs that share a tile left after whole ones, each of no other."""
+MOST = 2
+"""Programs that share a tile left after whole ones, each of no other. Three and four took longer than equal runs."""
 
 RUNS = (10, 0.1)
 """What sharing in equal runs costs a program, in chunks and in chunks of a tile: it has parts of three tiles."""
 
-PARTS = (4, 0.03)
+PARTS = (7, 0.03)
 """The same where it has a part of one."""
 
 NEAR = 1.5
@@ -115,8 +115,7 @@ def choose(p: Problem) -> Tile | None:
 
 def by_rule(p: Problem) -> Tile | None:
     """The tile by the rule alone."""
-    tile = _by_rows(p, narrow_layer=_columns(p, 128) <= 48)
-    return legal(None if tile is None else _fewest_rows(tile, p), p)
+    return legal(_fewest_rows(_by_rows(p, narrow_layer=_columns(p, 128) <= 48), p), p)
 
 
 def _fewest_rows(tile: Tile, p: Problem) -> Tile:
@@ -175,7 +174,7 @@ def _nearest(p: Problem) -> dict[str, Any] | None:
     return entry if distance <= math.log(NEAR) else None
 
 
-def _by_rows(p: Problem, narrow_layer: bool) -> Tile | None:
+def _by_rows(p: Problem, narrow_layer: bool) -> Tile:
     slots = 2 * p.sms
     thrice = slots < _columns(p, 64) <= 3 * p.sms  # a tile for each of three programs a multiprocessor
     if p.m <= 8:
@@ -239,7 +238,7 @@ def programs(tile: Tile, p: Problem) -> int:
     """How many programs share the work.
 
     Whole shares where tiles are fewer than the programs that fit: every tile gets the same number of programs.
-    Otherwise, or where that leaves too much of the device idle, as many as fit, each with an equal run of steps.
+    Otherwise, or where that leaves too much of the device idle, as many as fit, or as take least by :func:`division`.
     """
     tiles = _columns(p, tile.bn) * -(-p.m // tile.bm)
     counted = COUNTERS * p.sms // tile.warps
