@@ -32,6 +32,13 @@ class Variant:
     dtype: torch.dtype = torch.float16
     scales: torch.dtype = torch.float16
     asym: bool = False
+    m: int = 0
+    k: int = 4096
+
+    @property
+    def rows(self) -> int:
+        """Of x; a whole tile's where none are given."""
+        return self.m or self.tile.bm
 
 
 def variants() -> Iterator[Variant]:
@@ -47,6 +54,12 @@ def variants() -> Iterator[Variant]:
     for tile in tiles:
         yield Variant(tile)
         yield Variant(tile, dtype=torch.bfloat16, scales=torch.bfloat16, asym=True)
+        rows = tile.bm + 1  # that are no whole tiles, and half a chunk at the end of K, where no tile is shared
+        if hopper_tiles.edges(tile, Problem(rows, 4096, 4096, 128, True, "sm_90", 132), shared=False)[1]:
+            yield Variant(tile, m=rows)
+        if tile.kind == "wide" and not tile.on_sum:
+            whole = replace(tile, programs=1)
+            yield Variant(whole, 64, torch.bfloat16, torch.bfloat16, asym=True, m=rows, k=4160)
     # with each kind of group: each kernel, the largest tiles, one whose scales meet the sums
     for largest in (next(t for t in tiles if t.staged and (t.bm, t.bn) == size) for size in ((128, 256), (256, 128))):
         for group in (32, 64, 256, 0):
@@ -66,7 +79,7 @@ def _fitting(tile: Tile, group: int) -> Tile:
 
 def compile_variant(v: Variant) -> Any:
     """The compiled kernel, from the very plan that a call would make."""
-    p = Problem(v.tile.bm, 4096, 4096, v.group, v.dtype == v.scales, "sm_90", 132)
+    p = Problem(v.rows, 4096, v.k, v.group, v.dtype == v.scales, "sm_90", 132)
     plan = hopper.make_plan(v.tile, p, v.scales, v.asym, True)
     names = plan.kernel.arg_names
     kinds = (NAMES[v.dtype], "i32", NAMES[v.scales], "u8" if v.asym else NAMES[v.scales], NAMES[v.dtype])

@@ -93,11 +93,14 @@ def problem_of_one_tile(bm: int, n: int, k: int, group: int, dtype: str, asym: b
     return torch.randn(bm, k, device="cuda").to(getattr(torch, dtype)), q
 
 
-def compile_one(job: tuple[Tile, int, str, bool]) -> str | None:
-    """Compile one variant by launching it, in a process of its own; what is wrong with it, if anything."""
-    tile, group, dtype, asym = job
+def compile_one(job: tuple[Tile, int, int, str, bool]) -> str | None:
+    """Compile one variant by launching it, in a process of its own; what is wrong with it, if anything.
+
+    The rows of K past whole chunks, given after the tile, are part of what a variant is.
+    """
+    tile, rest, group, dtype, asym = job
     try:
-        x, q = problem_of_one_tile(tile.bm, 4096, 1024, group, dtype, asym)
+        x, q = problem_of_one_tile(tile.bm, 4096, 1024 + rest, group, dtype, asym)
         run(tile, x, q, group)
         torch.cuda.synchronize()
     except Exception as error:
@@ -184,10 +187,14 @@ def brief(tile: Tile | None) -> str:
     )
 
 
+def group_of(k: int, a: argparse.Namespace) -> int:
+    return a.group if k % a.group == 0 else 64
+
+
 def tune_shape(k: int, n: int, ms: list[int], a: argparse.Namespace, usable: set[Tile]) -> Iterator[Entry]:
     """The entries of one shape."""
     dtype = getattr(torch, a.dtype)
-    group = a.group if k % a.group == 0 else 64
+    group = group_of(k, a)
     w = random_weight(k, n, group, a.asym, dtype)
     q = kernels.prepare(w, dtype=dtype, backend="hopper")
     copies = cold_copies(q.nbytes(), a.cold_mb)
@@ -233,13 +240,13 @@ def entries(shapes: list[tuple[int, int]], ms: list[int], a: argparse.Namespace,
     """Every entry, as they come; stops in time."""
     started = time.perf_counter()
     tiles = [t for t in dict.fromkeys(tile for m in ms for tile in variants(m)) if re.search(a.only, brief(t))]
-    jobs = [(tile, a.group, a.dtype, a.asym) for tile in tiles]
-    usable = set()
-    for tile, broken in zip(tiles, pool.map(compile_one, jobs, chunksize=1), strict=True):
+    kinds = {(k % hopper_tiles.CHUNK, group_of(k, a)) for k, _ in shapes}
+    jobs = [(tile, rest, group, a.dtype, a.asym) for tile in tiles for rest, group in kinds]
+    usable = set(tiles)
+    for (tile, *_), broken in zip(jobs, pool.map(compile_one, jobs, chunksize=1), strict=True):
         if broken:
             print(f"    {brief(tile)}: {broken}", flush=True)
-        else:
-            usable.add(tile)
+            usable.discard(tile)
     print(f"{len(usable)} of {len(tiles)} variants compiled in {time.perf_counter() - started:.0f} s", flush=True)
     for k, n in shapes:
         for entry in tune_shape(k, n, ms, a, usable):

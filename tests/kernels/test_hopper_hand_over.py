@@ -41,6 +41,17 @@ TILES = [
     (3584, 18944, 250, Tile("wide", 128, 128, 4, 4, 8, 168, 1, False, 12, 132, True)),
     (8192, 17680, 200, Tile("wide", 128, 256, 4, 3, 8, 168, 1, False, 12, 126, True)),
     (3584, 18944, 500, Tile("wide", 128, 128, 4, 4, 8, 168, 1, False, 12, 132, True)),
+    # rows that are no whole tiles, loaded in parts that overlap: few of them, all but one, on a shared tile's edge
+    (8192, 57344, 40, Tile("wide", 64, 64, 2, 3, 4, 80, 3, True, 12)),
+    (4096, 28672, 17, Tile("wide", 32, 64, 2, 4, 4, 128, 2, True, 12)),
+    (4096, 6144, 129, Tile("wide", 256, 64, 4, 3, 4, 168, 1, False, 12, 132)),
+    (4096, 28672, 1025, Tile("wide", 256, 128, 4, 3, 8, 168, 1, False, 12, 0, True)),
+    # half a chunk at the end of K: of few steps, many tiles, sent from the stage of x, with few rows
+    (192, 8448, 100, Tile("wide", 128, 64, 2, 2, 4, 128, 2, False, 12)),
+    (576, 16896, 1024, Tile("wide", 128, 128, 4, 4, 8, 168, 1, False, 12, 0, True)),
+    (576, 16896, 1000, Tile("wide", 256, 128, 4, 3, 8, 168, 1, False, 12, 0, True)),
+    (4160, 8192, 512, Tile("wide", 128, 256, 2, 3, 8, 168, 1, False, 12, 64, True)),
+    (576, 1536, 160, Tile("wide", 256, 64, 4, 3, 4, 168, 1, False, 12)),
     (8192, 57344, 8, Tile("narrow", 8, 64, 4, 2, 4, 80, 3, True, 12)),
     (4096, 28672, 8, Tile("narrow", 8, 64, 1, 3, 4, 80, 3, True, 12)),
 ]
@@ -49,8 +60,9 @@ TILES = [
 def _weight(k: int, n: int, device: torch.device) -> W4Tensor:
     g = torch.Generator(device).manual_seed(k + n)
     words = torch.randint(-(2**31), 2**31, (k // 8, n), generator=g, device=device, dtype=torch.int64)
-    scales = (torch.rand(k // 128, n, generator=g, device=device) + 0.5) * 0.01
-    return W4Tensor(words.to(torch.int32), scales.half(), None, None, 128)
+    group = 64 if k % 128 else 128
+    scales = (torch.rand(k // group, n, generator=g, device=device) + 0.5) * 0.01
+    return W4Tensor(words.to(torch.int32), scales.half(), None, None, group)
 
 
 @pytest.mark.gpu
@@ -61,10 +73,11 @@ def test_every_run_gives_the_same_right_bits(k: int, n: int, m: int, tile: Tile,
     weight = _weight(k, n, device)
     q = kernels.prepare(weight, dtype=torch.float16, backend="hopper")
     x = torch.randn(m, k, device=device, generator=torch.Generator(device).manual_seed(m)).half()
-    plan = hopper.make_plan(tile, portable.problem(x, q.scales, None, n, 128), torch.float16, False, False)
+    group = weight.group_size
+    plan = hopper.make_plan(tile, portable.problem(x, q.scales, None, n, group), torch.float16, False, False)
 
     def run() -> Tensor:
-        return hopper.multiply(plan, x, q.qweight, q.scales, None, None, q.counters, None, n, 128)
+        return hopper.multiply(plan, x, q.qweight, q.scales, None, None, q.counters, None, n, group)
 
     first = run()
     want = x.double() @ weight.dequantize(torch.float64)

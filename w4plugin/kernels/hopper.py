@@ -129,16 +129,18 @@ def make_plan(tile: Tile | None, p: Problem, scale_dtype: torch.dtype, asym: boo
     programs = min(hopper_tiles.programs(tile, p), tiles * steps)
     waves, sharing = hopper_tiles.division(tiles, programs, steps, even=not tile.on_sum)
     total = (tiles - waves * programs) * steps
+    tail, inside = hopper_tiles.edges(tile, p, shared=total > 0)
     # a stage's scales in one box; where chunks share a group, one by one
     rows = groups * tile.unroll if chunks_a_group == 1 else 1
 
     def flat(bits: int, rank: int) -> Any:
         return gl.NVMMASharedLayout(swizzle_byte_width=0, element_bitwidth=bits, rank=rank)
 
+    x_box = [1, tile.bm // 2, ROWS] if inside else [2 * tile.unroll, tile.bm, ROWS]
     scales = ([rows, tile.bn], flat(8 * scale_dtype.itemsize, 2))
     layouts: tuple[tuple[list[int], Any], ...] = (
-        ([2 * tile.unroll, tile.bm, ROWS], gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=3)),
-        ([2 * tile.unroll, tile.bn // COLUMNS, WORDS], flat(32, 3)),
+        (x_box, gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=3)),
+        ([1 if tail else 2 * tile.unroll, tile.bn // COLUMNS, WORDS], flat(32, 3)),
         scales,
         ([rows, max(tile.bn, 128)], flat(8, 2)) if asym else scales,  # TMA writes at multiples of 128 bytes
     )
@@ -161,7 +163,7 @@ def make_plan(tile: Tile | None, p: Problem, scale_dtype: torch.dtype, asym: boo
             bias,
             True,
             not tile.on_sum,
-            *([tile.staged] if tile.kind == "wide" else []),
+            *([tile.staged, inside, tail] if tile.kind == "wide" else []),
         ),
         options={"num_warps": tile.warps, "maxnreg": tile.registers, "launch_pdl": True},
         layouts=layouts,

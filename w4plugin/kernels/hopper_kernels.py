@@ -23,6 +23,7 @@ from triton.experimental.gluon import language as gl
 from w4plugin.kernels.gluon_names import (
     mbarrier,
     mma_v2,
+    reinterpret,
     tma_store_wait,
     warpgroup_mma_init,
     warpgroup_mma_wait,
@@ -98,7 +99,7 @@ def narrow_worker(
             i_n, i_m = place(i_tile, tiles_m, tiles_n, band)
             o_n = i_n * BN + gl.arange(0, BN, gl.SliceLayout(1, MMA))
             acc = finish(acc, bias, o_n, N, BIAS, DTYPE, False)
-            store_tile(acc, out, i_n * BN, i_m * BM, M, N, BN, BM, DTYPE)
+            store_tile(acc, out, i_n * BN, i_m * BM, M, N, BN, BM, DTYPE, False)
 
 
 @gluon.jit(
@@ -127,8 +128,9 @@ def narrow_kernel(
             (narrow_worker, (u_words, u_x, u_scales, u_zeros, bias, out, partial, counters, M, N, steps, total, waves,
                              sharing, tiles_m, tiles_n, band, BM, BN, UNROLL, STAGES, WARPS, GROUPS, ASYM, BIAS,
                              OVERLAP)),
-            (loader, (x, words, scales, zeros, s_words, s_x, s_scales, s_zeros, full, steps, total, waves, sharing,
-                      tiles_m, tiles_n, band, CHUNKS_A_GROUP, BM, BN, UNROLL, STAGES, WARPS, GROUPS, ASYM, OVERLAP)),
+            (loader, (x, words, scales, zeros, s_words, s_x, s_scales, s_zeros, full, M, steps, total, waves, sharing,
+                      tiles_m, tiles_n, band, CHUNKS_A_GROUP, BM, BN, UNROLL, STAGES, WARPS, GROUPS, ASYM, OVERLAP,
+                      False, False)),
             (messenger, (full, steps, total, waves, sharing, WARPS, STAGES)),
         ],
         [1, 1],
@@ -145,7 +147,7 @@ def wide_worker(
     tiles_m, tiles_n, band,
     BM: gl.constexpr, BN: gl.constexpr, PIECES: gl.constexpr, STAGES: gl.constexpr, WARPS: gl.constexpr,
     GROUPS: gl.constexpr, ASYM: gl.constexpr, BIAS: gl.constexpr, OVERLAP: gl.constexpr,
-    SCALED: gl.constexpr, STAGED: gl.constexpr,
+    SCALED: gl.constexpr, STAGED: gl.constexpr, INSIDE: gl.constexpr, TAIL: gl.constexpr,
 ):  # fmt: skip
     """PIECES products a chunk; each operand is unpacked while the product before it runs."""
     DTYPE: gl.constexpr = s_x.dtype
@@ -168,10 +170,16 @@ def wide_worker(
     for i_visit in range(visits(first, last, steps, waves)):
         i_tile, i_shared, begin, end = visit(i_visit, first, last, steps, waves)
         acc = warpgroup_mma_init(zero) if SCALED else zero
-        for i in range(begin, end):
+        whole_chunks = end - 1 if TAIL else end
+        for i in range(begin, whole_chunks):
             acc, b_first, b_second, b_part, b_c, b_d, b_f, b_a, i_stage = multiply_chunk(
                 acc, b_first, b_second, b_part, b_c, b_d, b_f, b_a, zero, s_words, s_x, s_scales, s_zeros, i, begin,
                 count, i_stage, BM, BN, PIECES, PIECES, STAGES, WARPS, GROUPS, ASYM, SCALED, STAGED, MMA,
+            )  # fmt: skip
+        if TAIL:  # half a chunk is left of K
+            acc, b_first, b_second, b_part, b_c, b_d, b_f, b_a, i_stage = multiply_chunk(
+                acc, b_first, b_second, b_part, b_c, b_d, b_f, b_a, zero, s_words, s_x, s_scales, s_zeros, end - 1,
+                begin, count, i_stage, BM, BN, PIECES, PIECES // 2, STAGES, WARPS, GROUPS, ASYM, SCALED, STAGED, MMA,
             )  # fmt: skip
         i_n, i_m = place(i_tile, tiles_m, tiles_n, band)
         o_n = i_n * BN + gl.arange(0, BN, gl.SliceLayout(1, MMA))
@@ -181,6 +189,8 @@ def wide_worker(
         sent = False
         if STAGED:
             sent = sharer == until
+            if INSIDE:
+                sent &= i_m * BM + BM <= M  # rows that came twice must not be stored twice
             if sent:
                 i_last = gl.where(i_stage == 0, STAGES - 1, i_stage - 1)
                 s_tile = s_out.index(i_last * (128 // BN) if lends(BM) else 0)
@@ -191,7 +201,7 @@ def wide_worker(
             )  # fmt: skip
             if whole:
                 tile = finish(tile, bias, o_n, N, BIAS, DTYPE, SCALED)
-                store_tile(tile, out, i_n * BN, i_m * BM, M, N, BN, BM, DTYPE)
+                store_tile(tile, out, i_n * BN, i_m * BM, M, N, BN, BM, DTYPE, INSIDE)
     if STAGED:
         tma_store_wait(0)
 
@@ -204,7 +214,7 @@ def wide_kernel(
     tiles_m, tiles_n, band, CHUNKS_A_GROUP,
     BM: gl.constexpr, BN: gl.constexpr, PIECES: gl.constexpr, STAGES: gl.constexpr, WARPS: gl.constexpr,
     GROUPS: gl.constexpr, ASYM: gl.constexpr, BIAS: gl.constexpr, OVERLAP: gl.constexpr,
-    SCALED: gl.constexpr, STAGED: gl.constexpr,
+    SCALED: gl.constexpr, STAGED: gl.constexpr, INSIDE: gl.constexpr, TAIL: gl.constexpr,
 ):  # fmt: skip
     s_words, s_x, s_scales, s_zeros = stages(x, words, scales, zeros, BM, BN, 1, STAGES, GROUPS, ASYM)
     u_words, u_x, u_scales, u_zeros = units(
@@ -213,6 +223,8 @@ def wide_kernel(
     full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     for i in gl.static_range(STAGES):
         mbarrier.init(full.index(i), count=1)
+    s_parts = reinterpret(s_x, s_x.dtype, [4 * STAGES, 1, BM // 2, 64], x.layout) if INSIDE else s_x
+    s_blocks = reinterpret(s_words, gl.int32, [2 * STAGES, 1, BN // 16, 128], words.layout) if TAIL else s_words
     s_out = outputs(s_x, out_map, BM, BN, STAGES) if STAGED else u_words
     if OVERLAP:
         let_next_kernel_start()
@@ -220,11 +232,12 @@ def wide_kernel(
         [
             (wide_worker, (u_words, u_x, u_scales, u_zeros, s_out, out_map, bias, out, partial, counters, M, N, steps,
                            total, waves, sharing, tiles_m, tiles_n, band, BM, BN, PIECES, STAGES, WARPS, GROUPS, ASYM,
-                           BIAS, OVERLAP, SCALED, STAGED)),
-            (loader, (x, words, scales, zeros, s_words, s_x, s_scales, s_zeros, full, steps, total, waves, sharing,
-                      tiles_m, tiles_n, band, CHUNKS_A_GROUP, BM, BN, 1, STAGES, WARPS, GROUPS, ASYM, OVERLAP)),
+                           BIAS, OVERLAP, SCALED, STAGED, INSIDE, TAIL)),
+            (loader, (x, words, scales, zeros, s_blocks, s_parts, s_scales, s_zeros, full, M, steps, total, waves,
+                      sharing, tiles_m, tiles_n, band, CHUNKS_A_GROUP, BM, BN, 1, STAGES, WARPS, GROUPS, ASYM, OVERLAP,
+                      INSIDE, TAIL)),
             (messenger, (full, steps, total, waves, sharing, WARPS, STAGES)),
         ],
         [1, 1],
-        [32 if GROUPS == 4 else 24, 24],  # registers: four groups a chunk are more to ask for
+        [32 if GROUPS == 4 or INSIDE else 24, 24],  # registers: there is more to ask for
     )  # fmt: skip

@@ -5,6 +5,7 @@ from triton.experimental.gluon import language as gl
 
 from w4plugin.kernels import hopper_tiles
 from w4plugin.kernels.gluon_names import fence_async_shared, reinterpret, tma_store, tma_store_wait
+from w4plugin.kernels.hopper_loader import first_row
 
 # Two blocks of 8 x 8, rows n and n + 8 of out^T: $2 and $3 hold neighbouring columns of both. movmatrix makes them
 # neighbouring rows; lanes of the lower half then swap a word with those of the upper half, so that eight lanes hold 16
@@ -38,8 +39,13 @@ def finish(acc, bias, o_n, N, BIAS: gl.constexpr, DTYPE: gl.constexpr, SCALED: g
 
 
 @gluon.jit
-def store_tile(tile, out, i_n, i_m, M, N, BN: gl.constexpr, BM: gl.constexpr, DTYPE: gl.constexpr):
-    """Stores a tile ``[BN, BM]`` of out^T: columns ``i_n ..``, rows ``i_m ..``. No warp waits for another."""
+def store_tile(
+    tile, out, i_n, i_m, M, N, BN: gl.constexpr, BM: gl.constexpr, DTYPE: gl.constexpr, INSIDE: gl.constexpr
+):
+    """Stores a tile ``[BN, BM]`` of out^T: columns ``i_n ..``, rows ``i_m ..``. No warp waits for another.
+
+    Where x was loaded INSIDE its bounds each half of the rows may start earlier, with rows of the tile before.
+    """
     b_low, b_high = gl.split(gl.reshape(tile.to(DTYPE), [BN, BM // 2, 2]))
     # pack=2: rows n and n + 8, which a lane holds one after the other
     b_out = gl.inline_asm_elementwise(
@@ -54,8 +60,15 @@ def store_tile(tile, out, i_n, i_m, M, N, BN: gl.constexpr, BM: gl.constexpr, DT
     o_pair = gl.arange(0, BM // 2, gl.SliceLayout(0, b_out.type.layout))[None, :]
     o_n = i_n + (o_row & -16) + 2 * (o_row & 4) + 2 * (o_pair & 3)
     o_m = i_m + 8 * (o_pair >> 2) + (o_row & 3) + ((o_row >> 1) & 4)
+    if INSIDE:
+        HALF: gl.constexpr = BM // 2
+        o_begin = i_m + gl.where(o_pair >= HALF // 2, HALF, 0)
+        o_m += first_row(o_begin, M, HALF) - o_begin
+        taken = o_m >= o_begin
+    else:
+        taken = o_m < M
     p_out = out.to(gl.pointer_type(gl.int32), bitcast=True) + (o_m.to(gl.int64) * (N // 2) + (o_n >> 1))
-    gl.store(p_out, b_out, mask=(o_m < M) & (o_n < N))
+    gl.store(p_out, b_out, mask=taken & (o_n < N))
 
 
 @gluon.jit

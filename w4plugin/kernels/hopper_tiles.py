@@ -39,6 +39,15 @@ RUNS = (10, 0.1)
 PARTS = (7, 0.03)
 """The same where it has a part of one."""
 
+LARGE = {(256, 128): 1.85, (128, 256): 1.87, (128, 128): 1.0}
+"""Rows and columns of the tiles for many rows, and how long a chunk of one takes. The larger ones read a third less
+from the L2, and 256 rows unpack each word for twice as many products. By 42 points between the powers of two
+(benchmarks/LOG.md) what this chooses takes 0.4 % longer than the best of the three on average, 8 % at most."""
+
+MISSING, PRESENT = 15, 3
+"""Cycles in which TMA writes a chunk's part of a row that x does not have, as 0, and of one that it has. Read off times
+between the powers of two: 256 x 64 with 96 rows missing took twice as long as with none (benchmarks/LOG.md, 33)."""
+
 NEAR = 1.5
 """How far a measured shape may be from a problem's, as the product of the ratios of N and of K."""
 
@@ -102,7 +111,7 @@ def choose(p: Problem) -> Tile | None:
     What was measured on the nearest shape (``tools/tune``), or the rule where none is near.
     """
     entry = _nearest(p)
-    if entry is None:
+    if entry is None or (p.m > 256 and -(-p.m // CHUNK) != -(-entry["m"] // CHUNK)):
         return by_rule(p)
     if entry["tile"] is None:
         return None
@@ -110,19 +119,12 @@ def choose(p: Problem) -> Tile | None:
     same = (entry["n"], entry["k"]) == (p.n, p.k) and entry["sms"] == p.sms
     if not same or -(-p.m // tile.bm) != -(-entry["m"] // tile.bm):
         tile = replace(tile, programs=0)
-    return legal(_fewest_rows(tile, p), p)
+    return legal(tile, p)
 
 
 def by_rule(p: Problem) -> Tile | None:
     """The tile by the rule alone."""
-    return legal(_fewest_rows(_by_rows(p, narrow_layer=_columns(p, 128) <= 48), p), p)
-
-
-def _fewest_rows(tile: Tile, p: Problem) -> Tile:
-    """The tile, or one as large of 128 rows, where half of the last 256 would be rows that x does not have."""
-    if tile.bm == 256 and 0 < p.m % 256 <= 128:
-        return _staged(128, 2 * tile.bn)
-    return tile
+    return legal(_by_rows(p, narrow_layer=_columns(p, 128) <= 48), p)
 
 
 def legal(tile: Tile | None, p: Problem) -> Tile | None:
@@ -207,17 +209,15 @@ def _by_rows(p: Problem, narrow_layer: bool) -> Tile:
     half = 2 * _columns(p, 64) <= p.sms
     if p.m <= 256 and half:
         return _wide(128, 64, 4, 4, 168, 1, False)
-    if (p.m <= 256 and _columns(p, 64) <= p.sms) or (p.m <= 512 and half):
+    if (p.m <= 256 and _columns(p, 64) <= p.sms) or (384 < p.m <= 512 and half):
         return _wide(256, 64, 3, 4, 168, 1, False, depth=4)
-    # the largest read a third less from the L2, unless they leave the last round of programs emptier; of them
-    # 256 rows unpack each word for twice as many products (0.8 % at 1024 and 4096 rows)
-    return _staged(128, 128) if _filled(p, 128) > 1.15 * _filled(p, 256) else _staged(256, 128)
+    return min((_staged(bm, bn) for bm, bn in LARGE), key=lambda tile: _chunks(tile, p) * LARGE[tile.bm, tile.bn])
 
 
-def _filled(p: Problem, bn: int) -> float:
-    """What part of the device whole tiles of 128 rows and ``bn`` columns keep busy."""
-    tiles = _columns(p, bn) * -(-p.m // 128)
-    return tiles / (-(-tiles // p.sms) * p.sms)
+def _chunks(tile: Tile, p: Problem) -> float:
+    """What the busiest program takes, in chunks."""
+    tiles = _columns(p, tile.bn) * -(-p.m // tile.bm)
+    return _cheapest(tiles, programs(tile, p), steps(tile, p))[0]
 
 
 def _columns(p: Problem, bn: int) -> int:
@@ -232,6 +232,23 @@ def deepest(warps: int) -> int:
 def steps(tile: Tile, p: Problem) -> int:
     """Units of work along K of one tile."""
     return -(-p.k // (CHUNK * tile.unroll))
+
+
+def edges(tile: Tile, p: Problem, shared: bool) -> tuple[bool, bool]:
+    """Whether only half of K's last chunk is multiplied, and whether x is loaded in parts that stay inside it (wide).
+
+    Half a chunk takes tiles that are all whole, of at least a chunk and a half. Parts are half a tile's rows, which x
+    must have, and pay where the rows that it does not have would take TMA longer than the chunk takes the rest.
+    """
+    if tile.kind != "wide" or 2 * p.m < tile.bm:
+        return False, False
+    tail = not tile.on_sum and not shared and p.k > CHUNK and 0 < p.k % CHUNK <= CHUNK // 2
+    missing = -p.m % tile.bm
+    loading = MISSING * missing + PRESENT * (tile.bm - missing)
+    # the tensor cores' time for the products, or the memory's for the words
+    chunk = max(tile.bm * tile.bn / 16, 3.3 * tile.bn)
+    # of several tiles of rows one is slow
+    return tail, tail or (missing > 0 and loading > chunk * (1.15 if p.m > tile.bm else 1))
 
 
 def programs(tile: Tile, p: Problem) -> int:
