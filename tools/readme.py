@@ -108,6 +108,8 @@ RIGHT = 2e-2
 
 NINE = ("kernels-NVIDIA-H200-fp16-sym-nine", "kernels-NVIDIA-H200-bf16-asym-nine")
 """Records of one run over nine shapes."""
+BETWEEN = "kernels-NVIDIA-H200-fp16-sym-between"
+"""The record of numbers of rows that are no power of two."""
 Point = tuple[int, int, int]
 """K, N, M."""
 
@@ -179,18 +181,33 @@ each point ([which](docs/comparison.md#speed)), cuBLAS with 16-bit weights among
 
 <details><summary>microseconds a call</summary>
 
-{grid(first)}
+{grid(first, (1, 16, 64, 256, 1024, 4096))}
 </details>
 
-{of_the_limit(first)}{ridge(first)}{traffic()}\
+{between()}{of_the_limit(first)}{ridge(first)}{traffic()}\
 Peers were compiled for Hopper ahead of time where their wheels hold only PTX.
 """
 
 
-def grid(record: Mapping[str, Any]) -> str:
+def between() -> str:
+    """Ours and the best of the others where M is no power of two."""
+    record = results(BETWEEN)
+    if record is None:
+        return ""
+    ratios = {point: best / ours for point, (ours, best, _) in best_of_others(record).items()}
+    ms = tuple(dict.fromkeys(m for _, _, m in ratios))
+    others = ", ".join(PEERS.get(name, "cuBLAS") for name in times(record) if name != OURS)
+    mean, lowest = geometric(ratios.values()), min(ratios.values())
+    return f"""\
+Between the powers of two ([record](benchmarks/{BETWEEN}.json)), beside {others}:
+the best of them over w4plugin is {mean:.2f} as a geometric mean and {lowest:.2f} at its lowest. Microseconds,
+{grid(record, ms)}
+"""
+
+
+def grid(record: Mapping[str, Any], ms: tuple[int, ...]) -> str:
     """Ours and the best of the others, a line a shape."""
     points = best_of_others(record)
-    ms = (1, 16, 64, 256, 1024, 4096)
 
     def cell(point: Point) -> str:
         if point not in points:
