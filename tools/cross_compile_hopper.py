@@ -60,6 +60,11 @@ def variants() -> Iterator[Variant]:
         if tile.kind == "wide" and not tile.on_sum:
             whole = replace(tile, programs=1)
             yield Variant(whole, 64, torch.bfloat16, torch.bfloat16, asym=True, m=rows, k=4160)
+    # rows in two parts, which the tuner tries
+    for bm, bn, stages, warps in ((96, 256, 4, 8), (160, 64, 4, 4), (160, 128, 4, 8), (192, 128, 3, 8)):
+        two = Tile("wide", bm, bn, 4, stages, warps, 168, 1, False, 12)
+        yield Variant(two)
+        yield Variant(two, 64, torch.bfloat16, torch.bfloat16, asym=True, k=4160)
     # with each kind of group: each kernel, the largest tiles, one whose scales meet the sums
     for largest in (next(t for t in tiles if t.staged and (t.bm, t.bn) == size) for size in ((128, 256), (256, 128))):
         for group in (32, 64, 256, 0):

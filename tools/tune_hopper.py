@@ -29,6 +29,8 @@ from w4plugin.tensor import W4Tensor
 
 Entry = dict[str, Any]
 REGISTERS = 65536
+BETWEEN = (96, 160, 192)
+"""Rows of a tile that are no power of two, for x that fills them better."""
 SCATTER = 1.015
 """How far medians of one tile differ between runs, as a ratio."""
 
@@ -50,8 +52,12 @@ def variants(m: int) -> list[Tile]:
         # up to 256 rows every M of a bucket makes as many tiles, so a row has the same bits in all of them
         least = m // 2 if m <= 256 else 128
         rows = [b for b in (16, 32, 64, 128, 256) if b >= least and b < 2 * max(m, 16)]
+        rows += [b for b in BETWEEN if m > 64 and -(-m // b) * b < -(-m // 128) * 128]
         for bm, bn, warps, on_sum, depth in itertools.product(rows, [64, 128, 256], [4, 8], [True, False], [2, 4]):
             sums = bm * bn // (32 * warps)
+            between = bm in BETWEEN
+            if between and (on_sum or sums > 96):
+                continue
             if bn < 16 * warps or sums > (64 if on_sum else 128) or (on_sum and depth == 4 and sums > 32):
                 continue
             if not on_sum and sums < 32:
@@ -60,7 +66,7 @@ def variants(m: int) -> list[Tile]:
                 registers = REGISTERS // (32 * resident * (warps + 4)) // 8 * 8
                 if registers < 80 or (resident == 3 and sums > 32) or (resident == 2 and sums > 64 and warps == 8):
                     continue
-                for staged in [False] if on_sum or bm < 128 else [False, True]:
+                for staged in [False] if on_sum or bm < 128 or between else [False, True]:
                     shape = (depth, 1, warps, min(registers, 168), resident, on_sum, 12)
                     tile = Tile("wide", bm, bn, *shape, staged=staged)
                     depths = (replace(tile, stages=i) for i in range(2, hopper_tiles.deepest(warps) + 1))
@@ -76,6 +82,8 @@ def taken(tile: Tile) -> int:
 
 def programs(tile: Tile, p: Problem) -> list[int]:
     """Numbers of programs worth trying beside the rule's."""
+    if tile.bm in BETWEEN:
+        return []  # whole tiles alone
     tiles, slots = -(-p.n // tile.bn) * -(-p.m // tile.bm), p.sms * tile.resident
     total = tiles * hopper_tiles.steps(tile, p)
     most = hopper_tiles.COUNTERS * p.sms // tile.warps
@@ -87,20 +95,20 @@ def programs(tile: Tile, p: Problem) -> list[int]:
 
 
 @functools.cache
-def problem_of_one_tile(bm: int, n: int, k: int, group: int, dtype: str, asym: bool) -> tuple[Any, ...]:
+def problem_to_compile(m: int, n: int, k: int, group: int, dtype: str, asym: bool) -> tuple[Any, ...]:
     weight = random_weight(k, n, group, asym, getattr(torch, dtype))
     q = kernels.prepare(weight, dtype=getattr(torch, dtype), backend="hopper")
-    return torch.randn(bm, k, device="cuda").to(getattr(torch, dtype)), q
+    return torch.randn(m, k, device="cuda").to(getattr(torch, dtype)), q
 
 
-def compile_one(job: tuple[Tile, int, int, str, bool]) -> str | None:
+def compile_one(job: tuple[Tile, int, int, int, str, bool]) -> str | None:
     """Compile one variant by launching it, in a process of its own; what is wrong with it, if anything.
 
-    The rows of K past whole chunks, given after the tile, are part of what a variant is.
+    M and the rows of K past whole chunks, given after the tile, are part of what a variant is.
     """
-    tile, rest, group, dtype, asym = job
+    tile, m, rest, group, dtype, asym = job
     try:
-        x, q = problem_of_one_tile(tile.bm, 4096, 1024 + rest, group, dtype, asym)
+        x, q = problem_to_compile(m, 4096, 1024 + rest, group, dtype, asym)
         run(tile, x, q, group)
         torch.cuda.synchronize()
     except Exception as error:
@@ -240,14 +248,17 @@ def entries(shapes: list[tuple[int, int]], ms: list[int], a: argparse.Namespace,
     """Every entry, as they come; stops in time."""
     started = time.perf_counter()
     tiles = [t for t in dict.fromkeys(tile for m in ms for tile in variants(m)) if re.search(a.only, brief(t))]
-    kinds = {(k % hopper_tiles.CHUNK, group_of(k, a)) for k, _ in shapes}
-    jobs = [(tile, rest, group, a.dtype, a.asym) for tile in tiles for rest, group in kinds]
+    found = {}
+    for tile, m, (k, n) in itertools.product(tiles, ms, shapes):
+        p = Problem(m, n, k, group_of(k, a), True, "sm_90", 132)
+        found[tile, hopper_tiles.edges(tile, p, shared=False), p.group] = (tile, m, k % hopper_tiles.CHUNK, p.group)
+    jobs = [(*job, a.dtype, a.asym) for job in found.values()]
     usable = set(tiles)
     for (tile, *_), broken in zip(jobs, pool.map(compile_one, jobs, chunksize=1), strict=True):
         if broken:
             print(f"    {brief(tile)}: {broken}", flush=True)
             usable.discard(tile)
-    print(f"{len(usable)} of {len(tiles)} variants compiled in {time.perf_counter() - started:.0f} s", flush=True)
+    print(f"{len(usable)} of {len(tiles)} tiles compiled in {time.perf_counter() - started:.0f} s", flush=True)
     for k, n in shapes:
         for entry in tune_shape(k, n, ms, a, usable):
             yield entry

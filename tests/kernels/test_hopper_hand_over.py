@@ -52,6 +52,13 @@ TILES = [
     (576, 16896, 1000, Tile("wide", 256, 128, 4, 3, 8, 168, 1, False, 12, 0, True)),
     (4160, 8192, 512, Tile("wide", 128, 256, 2, 3, 8, 168, 1, False, 12, 64, True)),
     (576, 1536, 160, Tile("wide", 256, 64, 4, 3, 4, 168, 1, False, 12)),
+    # rows in two parts, each with sums of its own: one tile, two, an edge; two programs a multiprocessor; half a chunk
+    (8192, 8192, 160, Tile("wide", 160, 64, 4, 4, 4, 168, 1, False, 12)),
+    (4096, 28672, 300, Tile("wide", 160, 128, 4, 4, 8, 168, 1, False, 12)),
+    (4096, 28672, 500, Tile("wide", 192, 128, 4, 2, 8, 168, 1, False, 12)),
+    (8192, 57344, 72, Tile("wide", 96, 256, 4, 3, 8, 168, 1, False, 12)),
+    (4096, 28672, 150, Tile("wide", 160, 64, 2, 2, 4, 128, 2, False, 12)),
+    (576, 16896, 193, Tile("wide", 192, 64, 4, 3, 4, 168, 1, False, 12)),
     (8192, 57344, 8, Tile("narrow", 8, 64, 4, 2, 4, 80, 3, True, 12)),
     (4096, 28672, 8, Tile("narrow", 8, 64, 1, 3, 4, 80, 3, True, 12)),
 ]

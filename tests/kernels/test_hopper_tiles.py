@@ -164,27 +164,46 @@ def _time(p: Problem) -> float:
 
 
 EDGES = [
-    # tile, rows, K, whether tiles are shared -> half a chunk at the end, parts of x inside its bounds
-    ((128, 128, False), 1024, 4096, False, (False, False)),
-    ((128, 128, False), 1030, 4096, False, (False, True)),
-    ((128, 128, False), 1000, 4096, False, (False, False)),  # 24 rows that x does not have cost nothing
-    ((128, 128, False), 64, 4096, False, (False, True)),
-    ((128, 128, False), 63, 4096, False, (False, False)),  # fewer rows than a part
-    ((128, 128, False), 1024, 576, False, (True, True)),
-    ((128, 128, False), 1024, 576, True, (False, False)),  # a shared tile may end elsewhere
-    ((128, 128, False), 1024, 64, False, (False, False)),  # a tile's first chunk must be whole
-    ((128, 128, False), 1024, 640 + 65, False, (False, False)),  # more than half a chunk
-    ((64, 64, True), 40, 576, False, (False, True)),  # scales that meet sums
+    # tile, rows, K, whether tiles are shared -> half a chunk at the end, rows of parts of x inside its bounds
+    ((128, 128, False), 1024, 4096, False, (False, 0)),
+    ((128, 128, False), 1030, 4096, False, (False, 64)),
+    ((128, 128, False), 1000, 4096, False, (False, 0)),  # 24 rows that x does not have cost nothing
+    ((128, 128, False), 64, 4096, False, (False, 64)),
+    ((128, 128, False), 63, 4096, False, (False, 0)),  # fewer rows than a part
+    ((128, 128, False), 1024, 576, False, (True, 64)),
+    ((128, 128, False), 1024, 576, True, (False, 0)),  # a shared tile may end elsewhere
+    ((128, 128, False), 1024, 64, False, (False, 0)),  # a tile's first chunk must be whole
+    ((128, 128, False), 1024, 640 + 65, False, (False, 0)),  # more than half a chunk
+    ((64, 64, True), 40, 576, False, (False, 32)),  # scales that meet sums
+    ((160, 128, False), 320, 4096, False, (False, 32)),  # rows in two parts, always
+    ((192, 128, False), 150, 576, False, (True, 64)),
 ]
 
 
 @pytest.mark.parametrize(("size", "m", "k", "shared", "want"), EDGES)
-def test_edges(size: tuple[int, int, bool], m: int, k: int, shared: bool, want: tuple[bool, bool]) -> None:
+def test_edges(size: tuple[int, int, bool], m: int, k: int, shared: bool, want: tuple[bool, int]) -> None:
     bm, bn, on_sum = size
     tile = hopper_tiles._wide(bm, bn, 4, 8, 168, 1, on_sum)
     assert hopper_tiles.edges(tile, problem(m, 4096, k, 64), shared) == want
     narrow = hopper_tiles._narrow(16, 64, 4, 3, 4, 128)
-    assert hopper_tiles.edges(narrow, problem(9, 4096, k, 64), shared) == (False, False)
+    assert hopper_tiles.edges(narrow, problem(9, 4096, k, 64), shared) == (False, 0)
+
+
+@pytest.mark.parametrize(("bm", "want"), [(96, (64, 32)), (128, (128, 0)), (160, (128, 32)), (192, (128, 64))])
+def test_rows_in_two_parts(bm: int, want: tuple[int, int]) -> None:
+    assert hopper_tiles.halves(bm) == want
+
+
+@pytest.mark.parametrize("n", [4096, 6144, 18944, 28672])
+def test_tiles_in_two_parts_are_whole(n: int) -> None:
+    """Each program has as many of them, and they are never asked to share."""
+    tile = hopper_tiles._wide(160, 64, 4, 4, 168, 1, False, depth=4)
+    p = problem(300, n, 4096)
+    programs = hopper_tiles.programs(tile, p)
+    assert 1 <= programs <= SMS
+    assert 2 * (n // 64) % programs == 0
+    plan = hopper.make_plan(tile, p, torch.float16, asym=False, bias=False)
+    assert plan.share == 0
 
 
 def test_whole_waves_where_tiles_divide() -> None:

@@ -44,10 +44,11 @@ def test_rounds_begin_with_another_tile_each(tune: ModuleType, monkeypatch: pyte
 
 
 def test_variants_fit_a_multiprocessor(tune: ModuleType) -> None:
-    for m in (8, 64, 128, 1024):
+    for m in (8, 64, 128, 160, 1024):
         problem = Problem(m, 28672, 4096, 128, True, "sm_90", 132)
         found = tune.variants(m)
         assert any(tile.staged for tile in found) == (m >= 128)
+        assert any(tile.bm in tune.BETWEEN for tile in found) == (m == 160), "rows that no power of two fits"
         for tile in found:
             assert hopper_tiles.legal(tile, problem) == tile, tune.brief(tile)
             assert tile.stages <= hopper_tiles.deepest(tile.warps) or tile.kind == "narrow"

@@ -129,14 +129,17 @@ def make_plan(tile: Tile | None, p: Problem, scale_dtype: torch.dtype, asym: boo
     programs = min(hopper_tiles.programs(tile, p), tiles * steps)
     waves, sharing = hopper_tiles.division(tiles, programs, steps, even=not tile.on_sum)
     total = (tiles - waves * programs) * steps
-    tail, inside = hopper_tiles.edges(tile, p, shared=total > 0)
+    tail, part = hopper_tiles.edges(tile, p, shared=total > 0)
+    first, rest = hopper_tiles.halves(tile.bm)
+    if rest and total:
+        raise ValueError(f"{tiles} tiles of {tile.bm} rows by {programs} programs: such tiles can not be shared")
     # a stage's scales in one box; where chunks share a group, one by one
     rows = groups * tile.unroll if chunks_a_group == 1 else 1
 
     def flat(bits: int, rank: int) -> Any:
         return gl.NVMMASharedLayout(swizzle_byte_width=0, element_bitwidth=bits, rank=rank)
 
-    x_box = [1, tile.bm // 2, ROWS] if inside else [2 * tile.unroll, tile.bm, ROWS]
+    x_box = [1, part, ROWS] if part else [2 * tile.unroll, tile.bm, ROWS]
     scales = ([rows, tile.bn], flat(8 * scale_dtype.itemsize, 2))
     layouts: tuple[tuple[list[int], Any], ...] = (
         (x_box, gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=3)),
@@ -153,7 +156,7 @@ def make_plan(tile: Tile | None, p: Problem, scale_dtype: torch.dtype, asym: boo
         grid=(programs, 1, 1),
         sizes=(p.m, p.n, steps, total, waves, sharing, tiles_m, tiles_n, hopper_tiles.BAND // tile.bm, chunks_a_group),
         constants=(
-            tile.bm,
+            first,
             tile.bn,
             tile.depth,
             tile.stages,
@@ -163,7 +166,7 @@ def make_plan(tile: Tile | None, p: Problem, scale_dtype: torch.dtype, asym: boo
             bias,
             True,
             not tile.on_sum,
-            *([tile.staged, inside, tail] if tile.kind == "wide" else []),
+            *([tile.staged, part, tail, rest] if tile.kind == "wide" else []),
         ),
         options={"num_warps": tile.warps, "maxnreg": tile.registers, "launch_pdl": True},
         layouts=layouts,

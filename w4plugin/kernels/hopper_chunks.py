@@ -9,16 +9,20 @@ from w4plugin.kernels.hopper_output import lends, wait_until_sent
 from w4plugin.kernels.hopper_weights import block_layout, factors, half_block, load_block, operand
 
 
+@gluon.constexpr_function
+def _wait(count):
+    return f"wgmma.wait_group.sync.aligned {count}; mov.u32 $0, 0;"
+
+
 @gluon.jit
-def wait_for_product_before():
-    """Until only the product issued last is in flight.
+def wait_for_products_before(COUNT: gl.constexpr):
+    """Until only the COUNT products issued last are in flight.
 
     Gluon's own wait hands the sums through, and ptxas takes that for a change of them: it then lets no product fly
     across it (C7514). This one names no register, so nothing may read the sums before Gluon's wait for all.
     """
-    gl.inline_asm_elementwise(
-        "wgmma.wait_group.sync.aligned 1; mov.u32 $0, 0;", "=r", [], dtype=gl.int32, is_pure=False, pack=1
-    )
+    ASM: gl.constexpr = _wait(COUNT)
+    gl.inline_asm_elementwise(ASM, "=r", [], dtype=gl.int32, is_pure=False, pack=1)
 
 
 @gluon.jit
@@ -37,12 +41,16 @@ def next_chunk(
 
 @gluon.jit
 def multiply_chunk(
-    acc, b_first, b_second, b_part, b_c, b_d, b_f, b_a, zero, s_words, s_x, s_scales, s_zeros, i, begin, count, i_stage,
+    acc, acc_rest, b_first, b_second, b_part, b_c, b_d, b_f, b_a, zero, s_words, s_x, s_rest, s_scales, s_zeros, i,
+    begin, count, i_stage,
     BM: gl.constexpr, BN: gl.constexpr, PIECES: gl.constexpr, PRODUCTS: gl.constexpr, STAGES: gl.constexpr,
     WARPS: gl.constexpr, GROUPS: gl.constexpr, ASYM: gl.constexpr, SCALED: gl.constexpr, STAGED: gl.constexpr,
-    MMA: gl.constexpr,
+    MMA: gl.constexpr, REST: gl.constexpr, MMA_REST: gl.constexpr,
 ):  # fmt: skip
-    """The first PRODUCTS of a chunk's PIECES products, and what the chunk after it starts with."""
+    """The first PRODUCTS of a chunk's PIECES products, and what the chunk after it starts with.
+
+    With REST each operand is multiplied by BM rows of x and by as many more.
+    """
     DTYPE: gl.constexpr = s_x.dtype
     LEFT: gl.constexpr = gl.DotOperandLayout(0, MMA, 2)
     WORDS: gl.constexpr = block_layout(BN, WARPS)
@@ -60,7 +68,13 @@ def multiply_chunk(
             p_x = p_x.slice(32 * (h % 2), 32, dim=1)
         if SCALED:
             acc = warpgroup_mma(b_a, p_x.permute((1, 0)), acc, is_async=True)
-            wait_for_product_before()
+            if REST > 0:
+                p_rest = s_rest.index(2 * i_stage + h * 2 // PIECES)
+                if PIECES == 4:
+                    p_rest = p_rest.slice(32 * (h % 2), 32, dim=1)
+                b_same = gl.convert_layout(b_a, gl.DotOperandLayout(0, MMA_REST, 2), assert_trivial=True)
+                acc_rest = warpgroup_mma(b_same, p_rest.permute((1, 0)), acc_rest, is_async=True)
+            wait_for_products_before(2 if REST > 0 else 1)
             if h == 0 or h == SENT:
                 # the products that are done were made of everything that was loaded from the stage before
                 after = 0 if SENT == 0 else begin
@@ -100,4 +114,4 @@ def multiply_chunk(
         b_a = b_next
     if not SCALED and i + STAGES < count:
         release(FIRST_BARRIER + STAGES * (WARPS // 4) + i_stage, 32 * WARPS + 32)
-    return acc, b_first, b_second, b_part, b_c, b_d, b_f, b_a, n_stage
+    return acc, acc_rest, b_first, b_second, b_part, b_c, b_d, b_f, b_a, n_stage

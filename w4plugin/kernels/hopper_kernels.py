@@ -99,7 +99,7 @@ def narrow_worker(
             i_n, i_m = place(i_tile, tiles_m, tiles_n, band)
             o_n = i_n * BN + gl.arange(0, BN, gl.SliceLayout(1, MMA))
             acc = finish(acc, bias, o_n, N, BIAS, DTYPE, False)
-            store_tile(acc, out, i_n * BN, i_m * BM, M, N, BN, BM, DTYPE, False)
+            store_tile(acc, out, i_n * BN, i_m * BM, M, N, BN, BM, DTYPE, 0)
 
 
 @gluon.jit(
@@ -128,9 +128,9 @@ def narrow_kernel(
             (narrow_worker, (u_words, u_x, u_scales, u_zeros, bias, out, partial, counters, M, N, steps, total, waves,
                              sharing, tiles_m, tiles_n, band, BM, BN, UNROLL, STAGES, WARPS, GROUPS, ASYM, BIAS,
                              OVERLAP)),
-            (loader, (x, words, scales, zeros, s_words, s_x, s_scales, s_zeros, full, M, steps, total, waves, sharing,
-                      tiles_m, tiles_n, band, CHUNKS_A_GROUP, BM, BN, UNROLL, STAGES, WARPS, GROUPS, ASYM, OVERLAP,
-                      False, False)),
+            (loader, (x, words, scales, zeros, s_words, s_x, s_x, s_scales, s_zeros, full, M, steps, total, waves,
+                      sharing, tiles_m, tiles_n, band, CHUNKS_A_GROUP, BM, BN, UNROLL, STAGES, WARPS, GROUPS, ASYM,
+                      OVERLAP, 0, False, 0)),
             (messenger, (full, steps, total, waves, sharing, WARPS, STAGES)),
         ],
         [1, 1],
@@ -143,15 +143,21 @@ def narrow_kernel(
 
 @gluon.jit
 def wide_worker(
-    s_words, s_x, s_scales, s_zeros, s_out, out_map, bias, out, partial, counters, M, N, steps, total, waves, sharing,
-    tiles_m, tiles_n, band,
+    s_words, s_x, s_rest, s_scales, s_zeros, s_out, out_map, bias, out, partial, counters, M, N, steps, total, waves,
+    sharing, tiles_m, tiles_n, band,
     BM: gl.constexpr, BN: gl.constexpr, PIECES: gl.constexpr, STAGES: gl.constexpr, WARPS: gl.constexpr,
     GROUPS: gl.constexpr, ASYM: gl.constexpr, BIAS: gl.constexpr, OVERLAP: gl.constexpr,
-    SCALED: gl.constexpr, STAGED: gl.constexpr, INSIDE: gl.constexpr, TAIL: gl.constexpr,
+    SCALED: gl.constexpr, STAGED: gl.constexpr, PART: gl.constexpr, TAIL: gl.constexpr, REST: gl.constexpr,
 ):  # fmt: skip
-    """PIECES products a chunk; each operand is unpacked while the product before it runs."""
+    """PIECES products a chunk; each operand is unpacked while the product before it runs.
+
+    With REST a tile has as many rows more than BM, with sums of their own: its tiles are whole, and not staged.
+    """
     DTYPE: gl.constexpr = s_x.dtype
     MMA: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[WARPS, 1], instr_shape=[16, BM, 16])
+    MMA_REST: gl.constexpr = gl.NVMMADistributedLayout(
+        version=[3, 0], warps_per_cta=[WARPS, 1], instr_shape=[16, REST if REST > 0 else BM, 16]
+    )
     LEFT: gl.constexpr = gl.DotOperandLayout(0, MMA, 2)
     WORDS: gl.constexpr = block_layout(BN, WARPS)
     HALVES: gl.constexpr = 4 // PIECES
@@ -159,6 +165,9 @@ def wide_worker(
     first, last, count = share(steps, total, waves, sharing)
     i_stage = 0
     zero = gl.zeros([BN, BM], gl.float32, MMA)
+    if REST > 0:
+        gl.static_assert(SCALED and not STAGED, "sums of two parts, each stored from its registers")
+        zero_rest = gl.zeros([BN, REST], gl.float32, MMA_REST)
     if OVERLAP:
         wait_for_kernel_in_front()
     wait_for_stage(0, WARPS // 4)
@@ -170,26 +179,35 @@ def wide_worker(
     for i_visit in range(visits(first, last, steps, waves)):
         i_tile, i_shared, begin, end = visit(i_visit, first, last, steps, waves)
         acc = warpgroup_mma_init(zero) if SCALED else zero
+        acc_rest = warpgroup_mma_init(zero_rest) if REST > 0 else 0
         whole_chunks = end - 1 if TAIL else end
         for i in range(begin, whole_chunks):
-            acc, b_first, b_second, b_part, b_c, b_d, b_f, b_a, i_stage = multiply_chunk(
-                acc, b_first, b_second, b_part, b_c, b_d, b_f, b_a, zero, s_words, s_x, s_scales, s_zeros, i, begin,
-                count, i_stage, BM, BN, PIECES, PIECES, STAGES, WARPS, GROUPS, ASYM, SCALED, STAGED, MMA,
+            acc, acc_rest, b_first, b_second, b_part, b_c, b_d, b_f, b_a, i_stage = multiply_chunk(
+                acc, acc_rest, b_first, b_second, b_part, b_c, b_d, b_f, b_a, zero, s_words, s_x, s_rest, s_scales,
+                s_zeros, i, begin, count, i_stage,
+                BM, BN, PIECES, PIECES, STAGES, WARPS, GROUPS, ASYM, SCALED, STAGED, MMA, REST, MMA_REST,
             )  # fmt: skip
         if TAIL:  # half a chunk is left of K
-            acc, b_first, b_second, b_part, b_c, b_d, b_f, b_a, i_stage = multiply_chunk(
-                acc, b_first, b_second, b_part, b_c, b_d, b_f, b_a, zero, s_words, s_x, s_scales, s_zeros, end - 1,
-                begin, count, i_stage, BM, BN, PIECES, PIECES // 2, STAGES, WARPS, GROUPS, ASYM, SCALED, STAGED, MMA,
+            acc, acc_rest, b_first, b_second, b_part, b_c, b_d, b_f, b_a, i_stage = multiply_chunk(
+                acc, acc_rest, b_first, b_second, b_part, b_c, b_d, b_f, b_a, zero, s_words, s_x, s_rest, s_scales,
+                s_zeros, end - 1, begin, count, i_stage,
+                BM, BN, PIECES, PIECES // 2, STAGES, WARPS, GROUPS, ASYM, SCALED, STAGED, MMA, REST, MMA_REST,
             )  # fmt: skip
         i_n, i_m = place(i_tile, tiles_m, tiles_n, band)
         o_n = i_n * BN + gl.arange(0, BN, gl.SliceLayout(1, MMA))
+        o_rest = i_n * BN + gl.arange(0, BN, gl.SliceLayout(1, MMA_REST))
         sharer, until = sharers(i_shared, steps, total, sharing, i_visit >= waves)
         came = come(counters, sharer, until, BN * BM, WARPS)
-        tile = warpgroup_mma_wait(0, deps=[acc]) if SCALED else acc
+        if REST > 0:
+            tile, tile_rest = warpgroup_mma_wait(0, deps=[acc, acc_rest])
+            tile_rest = finish(tile_rest, bias, o_rest, N, BIAS, DTYPE, SCALED)
+            store_tile(tile_rest, out, i_n * BN, i_m * (BM + REST) + BM, M, N, BN, REST, DTYPE, PART)
+        else:
+            tile = warpgroup_mma_wait(0, deps=[acc]) if SCALED else acc
         sent = False
         if STAGED:
             sent = sharer == until
-            if INSIDE:
+            if PART > 0:
                 sent &= i_m * BM + BM <= M  # rows that came twice must not be stored twice
             if sent:
                 i_last = gl.where(i_stage == 0, STAGES - 1, i_stage - 1)
@@ -201,7 +219,7 @@ def wide_worker(
             )  # fmt: skip
             if whole:
                 tile = finish(tile, bias, o_n, N, BIAS, DTYPE, SCALED)
-                store_tile(tile, out, i_n * BN, i_m * BM, M, N, BN, BM, DTYPE, INSIDE)
+                store_tile(tile, out, i_n * BN, i_m * (BM + REST), M, N, BN, BM, DTYPE, PART)
     if STAGED:
         tma_store_wait(0)
 
@@ -214,7 +232,7 @@ def wide_kernel(
     tiles_m, tiles_n, band, CHUNKS_A_GROUP,
     BM: gl.constexpr, BN: gl.constexpr, PIECES: gl.constexpr, STAGES: gl.constexpr, WARPS: gl.constexpr,
     GROUPS: gl.constexpr, ASYM: gl.constexpr, BIAS: gl.constexpr, OVERLAP: gl.constexpr,
-    SCALED: gl.constexpr, STAGED: gl.constexpr, INSIDE: gl.constexpr, TAIL: gl.constexpr,
+    SCALED: gl.constexpr, STAGED: gl.constexpr, PART: gl.constexpr, TAIL: gl.constexpr, REST: gl.constexpr,
 ):  # fmt: skip
     s_words, s_x, s_scales, s_zeros = stages(x, words, scales, zeros, BM, BN, 1, STAGES, GROUPS, ASYM)
     u_words, u_x, u_scales, u_zeros = units(
@@ -223,21 +241,26 @@ def wide_kernel(
     full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     for i in gl.static_range(STAGES):
         mbarrier.init(full.index(i), count=1)
-    s_parts = reinterpret(s_x, s_x.dtype, [4 * STAGES, 1, BM // 2, 64], x.layout) if INSIDE else s_x
+    s_parts = reinterpret(s_x, s_x.dtype, [2 * STAGES * BM // PART, 1, PART, 64], x.layout) if PART > 0 else s_x
+    s_rest = s_parts
+    u_rest = u_x
+    if REST > 0:
+        s_rest = gl.allocate_shared_memory(x.dtype, [2 * STAGES, 1, REST, 64], x.layout)
+        u_rest = reinterpret(s_rest, x.dtype, [2 * STAGES, REST, 64], u_x.layout)
     s_blocks = reinterpret(s_words, gl.int32, [2 * STAGES, 1, BN // 16, 128], words.layout) if TAIL else s_words
     s_out = outputs(s_x, out_map, BM, BN, STAGES) if STAGED else u_words
     if OVERLAP:
         let_next_kernel_start()
     gl.warp_specialize(
         [
-            (wide_worker, (u_words, u_x, u_scales, u_zeros, s_out, out_map, bias, out, partial, counters, M, N, steps,
-                           total, waves, sharing, tiles_m, tiles_n, band, BM, BN, PIECES, STAGES, WARPS, GROUPS, ASYM,
-                           BIAS, OVERLAP, SCALED, STAGED, INSIDE, TAIL)),
-            (loader, (x, words, scales, zeros, s_blocks, s_parts, s_scales, s_zeros, full, M, steps, total, waves,
-                      sharing, tiles_m, tiles_n, band, CHUNKS_A_GROUP, BM, BN, 1, STAGES, WARPS, GROUPS, ASYM, OVERLAP,
-                      INSIDE, TAIL)),
+            (wide_worker, (u_words, u_x, u_rest, u_scales, u_zeros, s_out, out_map, bias, out, partial, counters, M, N,
+                           steps, total, waves, sharing, tiles_m, tiles_n, band, BM, BN, PIECES, STAGES, WARPS, GROUPS,
+                           ASYM, BIAS, OVERLAP, SCALED, STAGED, PART, TAIL, REST)),
+            (loader, (x, words, scales, zeros, s_blocks, s_parts, s_rest, s_scales, s_zeros, full, M, steps, total,
+                      waves, sharing, tiles_m, tiles_n, band, CHUNKS_A_GROUP, BM, BN, 1, STAGES, WARPS, GROUPS, ASYM,
+                      OVERLAP, PART, TAIL, REST)),
             (messenger, (full, steps, total, waves, sharing, WARPS, STAGES)),
         ],
         [1, 1],
-        [32 if GROUPS == 4 or INSIDE else 24, 24],  # registers: there is more to ask for
+        [32 if GROUPS == 4 or PART > 0 else 24, 24],  # registers: there is more to ask for
     )  # fmt: skip

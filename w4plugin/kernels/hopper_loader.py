@@ -60,31 +60,41 @@ def first_row(i_row, M, ROWS: gl.constexpr):
 
 
 @gluon.jit
-def load_inside(x, full, s_halves, M, steps, i_stage, i_m, i_step, BM: gl.constexpr, TAIL: gl.constexpr):
-    """A stage of x in parts of half a tile's rows and half a chunk, none of which reaches past the end of x.
+def load_parts(
+    x, full, s_parts, s_rest, M, steps, i_stage, i_m, i_step, BM: gl.constexpr, PART: gl.constexpr, REST: gl.constexpr,
+    TAIL: gl.constexpr,
+):  # fmt: skip
+    """A stage of x in parts of PART rows and half a chunk, none of which reaches past the end of x.
 
     TMA writes a row that does not exist, as 0, four times slower than one that does: with 96 of 256 rows missing a
     product took twice as long. A part that would reach past the last row starts earlier, so some rows come twice
     (store_tile leaves those out). With TAIL the half of a chunk that K does not have is left out.
     """
-    HALF: gl.constexpr = BM // 2
-    for h in gl.static_range(2):
-        i_row = first_row(i_m * BM + h * HALF, M, HALF)
-        tma_load(x, [2 * i_step, i_row, 0], full, s_halves.index(4 * i_stage + h))
+    COUNT: gl.constexpr = BM // PART
+    for h in gl.static_range(COUNT):
+        i_row = first_row(i_m * (BM + REST) + h * PART, M, PART)
+        tma_load(x, [2 * i_step, i_row, 0], full, s_parts.index(2 * COUNT * i_stage + h))
         if not TAIL or i_step + 1 < steps:
-            tma_load(x, [2 * i_step + 1, i_row, 0], full, s_halves.index(4 * i_stage + 2 + h))
+            tma_load(x, [2 * i_step + 1, i_row, 0], full, s_parts.index(2 * COUNT * i_stage + COUNT + h))
+    if REST > 0:
+        gl.static_assert(REST == PART, "one request for the rest")
+        i_row = first_row(i_m * (BM + REST) + BM, M, PART)
+        tma_load(x, [2 * i_step, i_row, 0], full, s_rest.index(2 * i_stage))
+        if not TAIL or i_step + 1 < steps:
+            tma_load(x, [2 * i_step + 1, i_row, 0], full, s_rest.index(2 * i_stage + 1))
 
 
 @gluon.jit
 def loader(
-    x, words, scales, zeros, s_words, s_x, s_scales, s_zeros, full, M, steps, total, waves, sharing,
+    x, words, scales, zeros, s_words, s_x, s_rest, s_scales, s_zeros, full, M, steps, total, waves, sharing,
     tiles_m, tiles_n, band, CHUNKS_A_GROUP,
     BM: gl.constexpr, BN: gl.constexpr, UNROLL: gl.constexpr, STAGES: gl.constexpr, WARPS: gl.constexpr,
-    GROUPS: gl.constexpr, ASYM: gl.constexpr, OVERLAP: gl.constexpr, INSIDE: gl.constexpr, TAIL: gl.constexpr,
+    GROUPS: gl.constexpr, ASYM: gl.constexpr, OVERLAP: gl.constexpr, PART: gl.constexpr, TAIL: gl.constexpr,
+    REST: gl.constexpr,
 ):  # fmt: skip
     SCALE_BYTES: gl.constexpr = BN * scales.dtype.primitive_bitwidth // 8 + (zeros.block_shape[1] if ASYM else 0)
-    BYTES: gl.constexpr = UNROLL * (BN * 64 + BM * 256 + GROUPS * SCALE_BYTES)
-    HALF_BYTES: gl.constexpr = BN * 32 + BM * 128  # words and x of half a chunk
+    BYTES: gl.constexpr = UNROLL * (BN * 64 + (BM + REST) * 256 + GROUPS * SCALE_BYTES)
+    HALF_BYTES: gl.constexpr = BN * 32 + (BM + REST) * 128  # words and x of half a chunk
     begin, _, count = share(steps, total, waves, sharing)
     i_tile, i_step = first_step(begin, steps, waves)
     i_n, i_m = place(i_tile, tiles_m, tiles_n, band)
@@ -111,8 +121,8 @@ def loader(
                 words, scales, zeros, ready, s_words, s_scales, s_zeros, i_stage, i_n, i_step, steps,
                 CHUNKS_A_GROUP, BN, UNROLL, GROUPS, ASYM, BYTES, HALF_BYTES, TAIL,
             )  # fmt: skip
-        if INSIDE:
-            load_inside(x, ready, s_x, M, steps, i_stage, i_m, i_step, BM, TAIL)
+        if PART > 0:
+            load_parts(x, ready, s_x, s_rest, M, steps, i_stage, i_m, i_step, BM, PART, REST, TAIL)
         else:
             tma_load(x, [2 * UNROLL * i_step, i_m * BM, 0], ready, s_x.index(i_stage))
         n_tile, i_step = next_step(i_tile, i_step, begin, steps, waves)

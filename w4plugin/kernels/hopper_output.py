@@ -39,12 +39,10 @@ def finish(acc, bias, o_n, N, BIAS: gl.constexpr, DTYPE: gl.constexpr, SCALED: g
 
 
 @gluon.jit
-def store_tile(
-    tile, out, i_n, i_m, M, N, BN: gl.constexpr, BM: gl.constexpr, DTYPE: gl.constexpr, INSIDE: gl.constexpr
-):
+def store_tile(tile, out, i_n, i_m, M, N, BN: gl.constexpr, BM: gl.constexpr, DTYPE: gl.constexpr, PART: gl.constexpr):
     """Stores a tile ``[BN, BM]`` of out^T: columns ``i_n ..``, rows ``i_m ..``. No warp waits for another.
 
-    Where x was loaded INSIDE its bounds each half of the rows may start earlier, with rows of the tile before.
+    Where x was loaded in parts of PART rows each may start earlier, with rows of the part before.
     """
     b_low, b_high = gl.split(gl.reshape(tile.to(DTYPE), [BN, BM // 2, 2]))
     # pack=2: rows n and n + 8, which a lane holds one after the other
@@ -60,10 +58,9 @@ def store_tile(
     o_pair = gl.arange(0, BM // 2, gl.SliceLayout(0, b_out.type.layout))[None, :]
     o_n = i_n + (o_row & -16) + 2 * (o_row & 4) + 2 * (o_pair & 3)
     o_m = i_m + 8 * (o_pair >> 2) + (o_row & 3) + ((o_row >> 1) & 4)
-    if INSIDE:
-        HALF: gl.constexpr = BM // 2
-        o_begin = i_m + gl.where(o_pair >= HALF // 2, HALF, 0)
-        o_m += first_row(o_begin, M, HALF) - o_begin
+    if PART > 0:
+        o_begin = i_m + (8 * (o_pair >> 2) & -PART)
+        o_m += first_row(o_begin, M, PART) - o_begin
         taken = o_m >= o_begin
     else:
         taken = o_m < M

@@ -58,7 +58,7 @@ class Tile:
 
     Attributes:
         kind: "narrow" (mma.sync) or "wide" (wgmma).
-        bm: rows of x.
+        bm: rows of x: a power of two; or (wide, scales on the weights, not staged, whole tiles alone) the sum of two.
         bn: columns of the weight.
         depth: chunks a stage (narrow) or products a chunk (wide: 2 or 4).
         stages: of the pipeline.
@@ -234,21 +234,28 @@ def steps(tile: Tile, p: Problem) -> int:
     return -(-p.k // (CHUNK * tile.unroll))
 
 
-def edges(tile: Tile, p: Problem, shared: bool) -> tuple[bool, bool]:
-    """Whether only half of K's last chunk is multiplied, and whether x is loaded in parts that stay inside it (wide).
+def halves(bm: int) -> tuple[int, int]:
+    """The rows of a tile as a power of two and what is left."""
+    first = 1 << bm.bit_length() - 1
+    return first, bm - first
+
+
+def edges(tile: Tile, p: Problem, shared: bool) -> tuple[bool, int]:
+    """Whether only half of K's last chunk is multiplied, and of how many rows parts of x are that stay inside it, or 0.
 
     Half a chunk takes tiles that are all whole, of at least a chunk and a half. Parts are half a tile's rows, which x
     must have, and pay where the rows that it does not have would take TMA longer than the chunk takes the rest.
     """
     if tile.kind != "wide" or 2 * p.m < tile.bm:
-        return False, False
+        return False, 0
     tail = not tile.on_sum and not shared and p.k > CHUNK and 0 < p.k % CHUNK <= CHUNK // 2
     missing = -p.m % tile.bm
     loading = MISSING * missing + PRESENT * (tile.bm - missing)
     # the tensor cores' time for the products, or the memory's for the words
     chunk = max(tile.bm * tile.bn / 16, 3.3 * tile.bn)
     # of several tiles of rows one is slow
-    return tail, tail or (missing > 0 and loading > chunk * (1.15 if p.m > tile.bm else 1))
+    parts = tail or (missing > 0 and loading > chunk * (1.15 if p.m > tile.bm else 1))
+    return tail, halves(tile.bm)[1] or tile.bm // 2 * parts
 
 
 def programs(tile: Tile, p: Problem) -> int:
@@ -259,6 +266,8 @@ def programs(tile: Tile, p: Problem) -> int:
     """
     tiles = _columns(p, tile.bn) * -(-p.m // tile.bm)
     counted = COUNTERS * p.sms // tile.warps
+    if halves(tile.bm)[1]:
+        return max(n for n in range(1, min(tiles, p.sms * tile.resident) + 1) if tiles % n == 0)
     if tile.programs:
         return min(tile.programs, tiles * steps(tile, p), counted)
     slots = min(p.sms * tile.resident, counted)
