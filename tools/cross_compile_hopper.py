@@ -54,12 +54,12 @@ def variants() -> Iterator[Variant]:
     for tile in tiles:
         yield Variant(tile)
         yield Variant(tile, dtype=torch.bfloat16, scales=torch.bfloat16, asym=True)
-        rows = tile.bm + 1  # that are no whole tiles, and half a chunk at the end of K, where no tile is shared
-        if hopper_tiles.edges(tile, Problem(rows, 4096, 4096, 128, True, "sm_90", 132), shared=False)[1]:
-            yield Variant(tile, m=rows)
+        more = tile.bm + 1  # rows that are no whole tiles; and half a chunk at the end of K, where no tile is shared
+        if hopper_tiles.edges(tile, Problem(more, 4096, 4096, 128, True, "sm_90", 132), shared=False)[1]:
+            yield Variant(tile, m=more)
         if tile.kind == "wide" and not tile.on_sum:
             whole = replace(tile, programs=1)
-            yield Variant(whole, 64, torch.bfloat16, torch.bfloat16, asym=True, m=rows, k=4160)
+            yield Variant(whole, 64, torch.bfloat16, torch.bfloat16, asym=True, m=more, k=4160)
     # rows in two parts, which the tuner tries
     for bm, bn, stages, warps in ((96, 256, 4, 8), (160, 64, 4, 4), (160, 128, 4, 8), (192, 128, 3, 8)):
         two = Tile("wide", bm, bn, 4, stages, warps, 168, 1, False, 12)

@@ -55,8 +55,7 @@ def variants(m: int) -> list[Tile]:
         rows += [b for b in BETWEEN if m > 64 and -(-m // b) * b < -(-m // 128) * 128]
         for bm, bn, warps, on_sum, depth in itertools.product(rows, [64, 128, 256], [4, 8], [True, False], [2, 4]):
             sums = bm * bn // (32 * warps)
-            between = bm in BETWEEN
-            if between and (on_sum or sums > 96):
+            if bm in BETWEEN and on_sum:
                 continue
             if bn < 16 * warps or sums > (64 if on_sum else 128) or (on_sum and depth == 4 and sums > 32):
                 continue
@@ -66,7 +65,7 @@ def variants(m: int) -> list[Tile]:
                 registers = REGISTERS // (32 * resident * (warps + 4)) // 8 * 8
                 if registers < 80 or (resident == 3 and sums > 32) or (resident == 2 and sums > 64 and warps == 8):
                     continue
-                for staged in [False] if on_sum or bm < 128 or between else [False, True]:
+                for staged in [False] if on_sum or bm < 128 or bm in BETWEEN else [False, True]:
                     shape = (depth, 1, warps, min(registers, 168), resident, on_sum, 12)
                     tile = Tile("wide", bm, bn, *shape, staged=staged)
                     depths = (replace(tile, stages=i) for i in range(2, hopper_tiles.deepest(warps) + 1))
@@ -104,12 +103,13 @@ def problem_to_compile(m: int, n: int, k: int, group: int, dtype: str, asym: boo
 def compile_one(job: tuple[Tile, int, int, int, str, bool]) -> str | None:
     """Compile one variant by launching it, in a process of its own; what is wrong with it, if anything.
 
-    M and the rows of K past whole chunks, given after the tile, are part of what a variant is.
+    M and the rows of K past whole chunks, given after the tile, are part of what a variant is. One program, so that no
+    tile is shared: where one is, K's last chunk is whole.
     """
     tile, m, rest, group, dtype, asym = job
     try:
         x, q = problem_to_compile(m, 4096, 1024 + rest, group, dtype, asym)
-        run(tile, x, q, group)
+        run(replace(tile, programs=1), x, q, group)
         torch.cuda.synchronize()
     except Exception as error:
         return f"{type(error).__name__}: {str(error)[:160]}"

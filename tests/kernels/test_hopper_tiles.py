@@ -152,15 +152,9 @@ def test_between_the_powers_of_two(k: int, n: int, m: int, best: tuple[int, int]
 @pytest.mark.parametrize(("n", "k"), [(4096, 4096), (28672, 4096), (4096, 14336)])
 def test_more_rows_never_make_the_busiest_program_do_less(m: int, n: int, k: int) -> None:
     """In products, whatever the tile: as long as a chunk of it takes."""
-    few, more = (problem(rows, n, k) for rows in (m, m + 128))
-    assert _time(few) <= _time(more)
-
-
-def _time(p: Problem) -> float:
-    return min(
-        hopper_tiles._chunks(hopper_tiles._staged(bm, bn), p) * relative
-        for (bm, bn), relative in hopper_tiles.LARGE.items()
-    )
+    tiles = [hopper_tiles._staged(bm, bn) for bm, bn in hopper_tiles.LARGE]
+    few, more = (min(hopper_tiles._time(tile, problem(rows, n, k)) for tile in tiles) for rows in (m, m + 128))
+    assert few <= more
 
 
 EDGES = [
@@ -177,6 +171,8 @@ EDGES = [
     ((64, 64, True), 40, 576, False, (False, 32)),  # scales that meet sums
     ((160, 128, False), 320, 4096, False, (False, 32)),  # rows in two parts, always
     ((192, 128, False), 150, 576, False, (True, 64)),
+    ((160, 128, False), 40, 4096, False, (False, 32)),
+    ((160, 128, False), 31, 4096, False, (False, 0)),
 ]
 
 
@@ -191,7 +187,7 @@ def test_edges(size: tuple[int, int, bool], m: int, k: int, shared: bool, want: 
 
 @pytest.mark.parametrize(("bm", "want"), [(96, (64, 32)), (128, (128, 0)), (160, (128, 32)), (192, (128, 64))])
 def test_rows_in_two_parts(bm: int, want: tuple[int, int]) -> None:
-    assert hopper_tiles.halves(bm) == want
+    assert hopper_tiles.two_parts(bm) == want
 
 
 @pytest.mark.parametrize("n", [4096, 6144, 18944, 28672])
@@ -204,6 +200,14 @@ def test_tiles_in_two_parts_are_whole(n: int) -> None:
     assert 2 * (n // 64) % programs == 0
     plan = hopper.make_plan(tile, p, torch.float16, asym=False, bias=False)
     assert plan.share == 0
+
+
+def test_a_tile_in_two_parts_wants_as_many_rows_as_its_rest() -> None:
+    tile = hopper_tiles._wide(160, 64, 4, 4, 168, 1, False, depth=4)
+    plan = hopper.make_plan(tile, problem(40, 4096, 4096), torch.float16, asym=False, bias=False)
+    assert plan.layouts[0][0] == [1, 32, 64], "parts of x that 40 rows have"
+    with pytest.raises(ValueError, match="it takes 32 rows at least"):
+        hopper.make_plan(tile, problem(31, 4096, 4096), torch.float16, asym=False, bias=False)
 
 
 def test_whole_waves_where_tiles_divide() -> None:

@@ -130,9 +130,9 @@ def make_plan(tile: Tile | None, p: Problem, scale_dtype: torch.dtype, asym: boo
     waves, sharing = hopper_tiles.division(tiles, programs, steps, even=not tile.on_sum)
     total = (tiles - waves * programs) * steps
     tail, part = hopper_tiles.edges(tile, p, shared=total > 0)
-    first, rest = hopper_tiles.halves(tile.bm)
-    if rest and total:
-        raise ValueError(f"{tiles} tiles of {tile.bm} rows by {programs} programs: such tiles can not be shared")
+    first, rest = hopper_tiles.two_parts(tile.bm)
+    if rest and not part:
+        raise ValueError(f"x of {p.m} rows for a tile of {first} and {rest}: it takes {rest} rows at least")
     # a stage's scales in one box; where chunks share a group, one by one
     rows = groups * tile.unroll if chunks_a_group == 1 else 1
 

@@ -40,6 +40,15 @@ def next_chunk(
 
 
 @gluon.jit
+def piece(s_x, i_stage, H: gl.constexpr, PIECES: gl.constexpr):
+    """x of the H-th of a chunk's PIECES products, as the right operand."""
+    p_x = s_x.index(2 * i_stage + H * 2 // PIECES)
+    if PIECES == 4:
+        p_x = p_x.slice(32 * (H % 2), 32, dim=1)
+    return p_x.permute((1, 0))
+
+
+@gluon.jit
 def multiply_chunk(
     acc, acc_rest, b_first, b_second, b_part, b_c, b_d, b_f, b_a, zero, s_words, s_x, s_rest, s_scales, s_zeros, i,
     begin, count, i_stage,
@@ -63,17 +72,13 @@ def multiply_chunk(
     SENT: gl.constexpr = PIECES - 1 - AHEAD if STAGED and lends(BM) else 0
     n_stage = gl.where(i_stage + 1 == STAGES, 0, i_stage + 1)
     for h in gl.static_range(PRODUCTS):
-        p_x = s_x.index(2 * i_stage + h * 2 // PIECES)
-        if PIECES == 4:
-            p_x = p_x.slice(32 * (h % 2), 32, dim=1)
+        p_x = piece(s_x, i_stage, h, PIECES)
         if SCALED:
-            acc = warpgroup_mma(b_a, p_x.permute((1, 0)), acc, is_async=True)
+            acc = warpgroup_mma(b_a, p_x, acc, is_async=True)
             if REST > 0:
-                p_rest = s_rest.index(2 * i_stage + h * 2 // PIECES)
-                if PIECES == 4:
-                    p_rest = p_rest.slice(32 * (h % 2), 32, dim=1)
+                p_rest = piece(s_rest, i_stage, h, PIECES)
                 b_same = gl.convert_layout(b_a, gl.DotOperandLayout(0, MMA_REST, 2), assert_trivial=True)
-                acc_rest = warpgroup_mma(b_same, p_rest.permute((1, 0)), acc_rest, is_async=True)
+                acc_rest = warpgroup_mma(b_same, p_rest, acc_rest, is_async=True)
             wait_for_products_before(2 if REST > 0 else 1)
             if h == 0 or h == SENT:
                 # the products that are done were made of everything that was loaded from the stage before
@@ -84,9 +89,9 @@ def multiply_chunk(
                     done_with = gl.where(i_stage == 0, STAGES - 1, i_stage - 1)
                     tell(FIRST_BARRIER + STAGES * (WARPS // 4) + done_with, 32 * WARPS + 32)
         elif h % A_GROUP == 0:
-            dot = warpgroup_mma(b_a, p_x.permute((1, 0)), warpgroup_mma_init(zero), use_acc=False, is_async=True)
+            dot = warpgroup_mma(b_a, p_x, warpgroup_mma_init(zero), use_acc=False, is_async=True)
         else:
-            dot = warpgroup_mma(b_a, p_x.permute((1, 0)), dot, is_async=True)
+            dot = warpgroup_mma(b_a, p_x, dot, is_async=True)
         # the operand after this one, while the product runs
         n = h + 1 if h + 1 < PRODUCTS else 0
         if AHEAD == 0 and n == 0:

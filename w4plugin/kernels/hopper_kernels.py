@@ -196,11 +196,11 @@ def wide_worker(
             )  # fmt: skip
         i_n, i_m = place(i_tile, tiles_m, tiles_n, band)
         o_n = i_n * BN + gl.arange(0, BN, gl.SliceLayout(1, MMA))
-        o_rest = i_n * BN + gl.arange(0, BN, gl.SliceLayout(1, MMA_REST))
         sharer, until = sharers(i_shared, steps, total, sharing, i_visit >= waves)
         came = come(counters, sharer, until, BN * BM, WARPS)
         if REST > 0:
             tile, tile_rest = warpgroup_mma_wait(0, deps=[acc, acc_rest])
+            o_rest = i_n * BN + gl.arange(0, BN, gl.SliceLayout(1, MMA_REST))
             tile_rest = finish(tile_rest, bias, o_rest, N, BIAS, DTYPE, SCALED)
             store_tile(tile_rest, out, i_n * BN, i_m * (BM + REST) + BM, M, N, BN, REST, DTYPE, PART)
         else:

@@ -1,7 +1,8 @@
 """What one warp of a Hopper kernel does: all that a program reads, by TMA, some stages ahead of those who multiply.
 
 One request brings a stage's words, one its rows of x, one its scales, one its zeros: a single thread asks, and with a
-request for each block it would be what a memory-bound kernel waits for.
+request for each block it would be what a memory-bound kernel waits for. It asks more often only where one request would
+reach past the end of x or of K.
 """
 
 from triton.experimental import gluon
@@ -71,17 +72,24 @@ def load_parts(
     (store_tile leaves those out). With TAIL the half of a chunk that K does not have is left out.
     """
     COUNT: gl.constexpr = BM // PART
+    begin = i_m * (BM + REST)
     for h in gl.static_range(COUNT):
-        i_row = first_row(i_m * (BM + REST) + h * PART, M, PART)
-        tma_load(x, [2 * i_step, i_row, 0], full, s_parts.index(2 * COUNT * i_stage + h))
-        if not TAIL or i_step + 1 < steps:
-            tma_load(x, [2 * i_step + 1, i_row, 0], full, s_parts.index(2 * COUNT * i_stage + COUNT + h))
+        load_part(x, full, s_parts, M, steps, i_stage, begin + h * PART, i_step, h, COUNT, PART, TAIL)
     if REST > 0:
         gl.static_assert(REST == PART, "one request for the rest")
-        i_row = first_row(i_m * (BM + REST) + BM, M, PART)
-        tma_load(x, [2 * i_step, i_row, 0], full, s_rest.index(2 * i_stage))
-        if not TAIL or i_step + 1 < steps:
-            tma_load(x, [2 * i_step + 1, i_row, 0], full, s_rest.index(2 * i_stage + 1))
+        load_part(x, full, s_rest, M, steps, i_stage, begin + BM, i_step, 0, 1, PART, TAIL)
+
+
+@gluon.jit
+def load_part(
+    x, full, s_parts, M, steps, i_stage, i_row, i_step, H: gl.constexpr, COUNT: gl.constexpr, PART: gl.constexpr,
+    TAIL: gl.constexpr,
+):  # fmt: skip
+    """The H-th of COUNT parts of a stage, of both halves of the chunk."""
+    i_row = first_row(i_row, M, PART)
+    tma_load(x, [2 * i_step, i_row, 0], full, s_parts.index(2 * COUNT * i_stage + H))
+    if not TAIL or i_step + 1 < steps:
+        tma_load(x, [2 * i_step + 1, i_row, 0], full, s_parts.index(2 * COUNT * i_stage + COUNT + H))
 
 
 @gluon.jit

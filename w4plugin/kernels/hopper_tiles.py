@@ -211,13 +211,13 @@ def _by_rows(p: Problem, narrow_layer: bool) -> Tile:
         return _wide(128, 64, 4, 4, 168, 1, False)
     if (p.m <= 256 and _columns(p, 64) <= p.sms) or (384 < p.m <= 512 and half):
         return _wide(256, 64, 3, 4, 168, 1, False, depth=4)
-    return min((_staged(bm, bn) for bm, bn in LARGE), key=lambda tile: _chunks(tile, p) * LARGE[tile.bm, tile.bn])
+    return min((_staged(bm, bn) for bm, bn in LARGE), key=lambda tile: _time(tile, p))
 
 
-def _chunks(tile: Tile, p: Problem) -> float:
-    """What the busiest program takes, in chunks."""
+def _time(tile: Tile, p: Problem) -> float:
+    """What the busiest program takes with one of the LARGE tiles, in chunks of 128 x 128."""
     tiles = _columns(p, tile.bn) * -(-p.m // tile.bm)
-    return _cheapest(tiles, programs(tile, p), steps(tile, p))[0]
+    return _cheapest(tiles, programs(tile, p), steps(tile, p))[0] * LARGE[tile.bm, tile.bn]
 
 
 def _columns(p: Problem, bn: int) -> int:
@@ -234,8 +234,8 @@ def steps(tile: Tile, p: Problem) -> int:
     return -(-p.k // (CHUNK * tile.unroll))
 
 
-def halves(bm: int) -> tuple[int, int]:
-    """The rows of a tile as a power of two and what is left."""
+def two_parts(bm: int) -> tuple[int, int]:
+    """The rows of a tile as a power of two and the rest, which is 0 where they are one."""
     first = 1 << bm.bit_length() - 1
     return first, bm - first
 
@@ -243,10 +243,13 @@ def halves(bm: int) -> tuple[int, int]:
 def edges(tile: Tile, p: Problem, shared: bool) -> tuple[bool, int]:
     """Whether only half of K's last chunk is multiplied, and of how many rows parts of x are that stay inside it, or 0.
 
-    Half a chunk takes tiles that are all whole, of at least a chunk and a half. Parts are half a tile's rows, which x
-    must have, and pay where the rows that it does not have would take TMA longer than the chunk takes the rest.
+    Half a chunk takes tiles that are all whole, of at least a chunk and a half. Parts are half a tile's rows, and pay
+    where the rows that x does not have would take TMA longer than the chunk takes the rest; a tile in two parts is
+    always loaded in parts of its rest. x must have as many rows as a part.
     """
-    if tile.kind != "wide" or 2 * p.m < tile.bm:
+    rest = two_parts(tile.bm)[1]
+    part = rest or tile.bm // 2
+    if tile.kind != "wide" or p.m < part:
         return False, 0
     tail = not tile.on_sum and not shared and p.k > CHUNK and 0 < p.k % CHUNK <= CHUNK // 2
     missing = -p.m % tile.bm
@@ -254,8 +257,8 @@ def edges(tile: Tile, p: Problem, shared: bool) -> tuple[bool, int]:
     # the tensor cores' time for the products, or the memory's for the words
     chunk = max(tile.bm * tile.bn / 16, 3.3 * tile.bn)
     # of several tiles of rows one is slow
-    parts = tail or (missing > 0 and loading > chunk * (1.15 if p.m > tile.bm else 1))
-    return tail, halves(tile.bm)[1] or tile.bm // 2 * parts
+    slow = missing > 0 and loading > chunk * (1.15 if p.m > tile.bm else 1)
+    return tail, part if rest or tail or slow else 0
 
 
 def programs(tile: Tile, p: Problem) -> int:
@@ -263,14 +266,16 @@ def programs(tile: Tile, p: Problem) -> int:
 
     Whole shares where tiles are fewer than the programs that fit: every tile gets the same number of programs.
     Otherwise, or where that leaves too much of the device idle, as many as fit, or as take least by :func:`division`.
+    Tiles in two parts are never shared: as many programs as divide them.
     """
     tiles = _columns(p, tile.bn) * -(-p.m // tile.bm)
     counted = COUNTERS * p.sms // tile.warps
-    if halves(tile.bm)[1]:
-        return max(n for n in range(1, min(tiles, p.sms * tile.resident) + 1) if tiles % n == 0)
+    slots = min(p.sms * tile.resident, counted)
+    divisors = [n for n in range(1, slots + 1) if tiles % n == 0]
+    if two_parts(tile.bm)[1]:
+        return divisors[-1]
     if tile.programs:
         return min(tile.programs, tiles * steps(tile, p), counted)
-    slots = min(p.sms * tile.resident, counted)
     most = max(1, steps(tile, p) * tile.unroll // tile.shortest)
     if tiles <= slots:
         share = min(slots // tiles, most)
@@ -278,7 +283,6 @@ def programs(tile: Tile, p: Problem) -> int:
             return tiles * share
     elif not tile.on_sum:
         # whole tiles on a little less than the device, where that wastes less than sharing costs
-        divisors = [n for n in range(1, slots) if tiles % n == 0]
         return min(*divisors, slots, key=lambda n: _cheapest(tiles, n, steps(tile, p))[0])
     return min(slots, tiles * steps(tile, p))
 
