@@ -43,7 +43,7 @@ class Variant:
 
 def variants() -> Iterator[Variant]:
     """Each tile in float16 symmetric and bfloat16 asymmetric; one of each kernel with every kind of group and scale."""
-    rows = (*BUCKETS, 640)  # and where 128 rows at a time leave fewer over than 256
+    rows = (*BUCKETS, 640, 96, 160, 192)  # and where 128 rows at a time leave fewer over than 256, or two parts do
     problems = (Problem(m, n, k, 128, True, "sm_90", 132) for (k, n), m in itertools.product(SHAPES, rows))
     choices = ((hopper_tiles.choose(p), hopper_tiles.by_rule(p)) for p in problems)
     chosen = (tile for both in choices for tile in both if tile is not None)
@@ -54,25 +54,26 @@ def variants() -> Iterator[Variant]:
     for tile in tiles:
         yield Variant(tile)
         yield Variant(tile, dtype=torch.bfloat16, scales=torch.bfloat16, asym=True)
+        if tile.bm == 8:  # of one row that is all that is loaded
+            yield Variant(tile, m=1)
+            yield Variant(tile, dtype=torch.bfloat16, scales=torch.bfloat16, asym=True, m=1)
         more = tile.bm + 1  # rows that are no whole tiles; and half a chunk at the end of K, where no tile is shared
         if hopper_tiles.edges(tile, Problem(more, 4096, 4096, 128, True, "sm_90", 132), shared=False)[1]:
             yield Variant(tile, m=more)
         if tile.kind == "wide" and not tile.on_sum:
-            whole = replace(tile, programs=1)
+            whole = replace(_fitting(tile, 64), programs=1)
             yield Variant(whole, 64, torch.bfloat16, torch.bfloat16, asym=True, m=more, k=4160)
-    # rows in two parts, which the tuner tries
-    for bm, bn, stages, warps in ((96, 256, 4, 8), (160, 64, 4, 4), (160, 128, 4, 8), (192, 128, 3, 8)):
-        two = Tile("wide", bm, bn, 4, stages, warps, 168, 1, False, 12)
-        yield Variant(two)
-        yield Variant(two, 64, torch.bfloat16, torch.bfloat16, asym=True, k=4160)
-    # with each kind of group: each kernel, the largest tiles, one whose scales meet the sums
-    for largest in (next(t for t in tiles if t.staged and (t.bm, t.bn) == size) for size in ((128, 256), (256, 128))):
+    # with each kind of group: each kernel, the largest tiles, one in two parts, one whose scales meet the sums
+    sizes = ((128, 256), (256, 128), (192, 128))
+    for largest in (next(t for t in tiles if (t.bm, t.bn) == size and not t.on_sum) for size in sizes):
         for group in (32, 64, 256, 0):
             yield Variant(_fitting(largest, group), group, asym=True)
     for kind in ("narrow", "wide"):
-        tile = next(t for t in tiles if t.kind == kind and t.on_sum)  # scales of every dtype
+        tile = next(t for t in tiles if t.kind == kind and t.on_sum and t.bm != 16)  # scales of every dtype
         for group in (32, 64, 256, 0):
             yield Variant(_fitting(tile, group), group, asym=True)
+            if kind == "narrow":
+                yield Variant(_fitting(tile, group), group, asym=True, m=1)
         yield Variant(tile, dtype=torch.bfloat16, scales=torch.float32)
 
 

@@ -42,6 +42,8 @@ def variants(m: int) -> list[Tile]:
         for bm, bn, depth, stages, warps in itertools.product(
             [8 if m <= 8 else 16], [64, 128], [2, 4], [2, 3, 4], [4, 8]
         ):
+            if bn < 16 * warps:
+                continue  # a warp's columns
             for resident in (2, 3):
                 registers = REGISTERS // (32 * resident * (warps + 4)) // 8 * 8
                 tile = Tile("narrow", bm, bn, depth, stages, warps, min(registers, 168), resident, True, 16)
@@ -52,7 +54,7 @@ def variants(m: int) -> list[Tile]:
         # up to 256 rows every M of a bucket makes as many tiles, so a row has the same bits in all of them
         least = m // 2 if m <= 256 else 128
         rows = [b for b in (16, 32, 64, 128, 256) if b >= least and b < 2 * max(m, 16)]
-        rows += [b for b in BETWEEN if m > 64 and -(-m // b) * b < -(-m // 128) * 128]
+        rows += [b for b in BETWEEN if m > 64 and -(-m // b) * b <= -(-m // 128) * 128]
         for bm, bn, warps, on_sum, depth in itertools.product(rows, [64, 128, 256], [4, 8], [True, False], [2, 4]):
             sums = bm * bn // (32 * warps)
             if bm in BETWEEN and on_sum:
@@ -81,11 +83,9 @@ def taken(tile: Tile) -> int:
 
 def programs(tile: Tile, p: Problem) -> list[int]:
     """Numbers of programs worth trying beside the rule's."""
-    if tile.bm in BETWEEN:
-        return []  # whole tiles alone
     tiles, slots = -(-p.n // tile.bn) * -(-p.m // tile.bm), p.sms * tile.resident
     total = tiles * hopper_tiles.steps(tile, p)
-    most = hopper_tiles.COUNTERS * p.sms // tile.warps
+    most = hopper_tiles.most_programs(tile, p.sms)
     found = {slots, p.sms, *(tiles * share for share in (1, 2, 3, 4, 6, 8) if tiles * share <= slots)}
     if tiles <= 2 * slots:
         found.add(tiles)

@@ -59,6 +59,15 @@ TILES = [
     (8192, 57344, 72, Tile("wide", 96, 256, 4, 3, 8, 168, 1, False, 12)),
     (4096, 28672, 150, Tile("wide", 160, 64, 2, 2, 4, 128, 2, False, 12)),
     (576, 16896, 193, Tile("wide", 192, 64, 4, 3, 4, 168, 1, False, 12)),
+    # shared: by two with their sums of both parts, one of which is too small for that; by three; runs; after whole ones
+    (8192, 8192, 160, Tile("wide", 160, 128, 4, 4, 8, 168, 1, False, 12, 128)),
+    (14336, 4096, 190, Tile("wide", 192, 64, 4, 3, 4, 168, 1, False, 12, 128)),
+    (14336, 2048, 320, Tile("wide", 160, 128, 4, 4, 8, 168, 1, False, 12, 96)),
+    (4096, 6160, 288, Tile("wide", 96, 256, 4, 3, 8, 168, 1, False, 12, 132)),
+    (3584, 18944, 192, Tile("wide", 192, 128, 4, 3, 8, 168, 1, False, 12, 132)),
+    # one row of x, which is all that is loaded of it
+    (8192, 57344, 1, Tile("narrow", 8, 64, 2, 2, 4, 128, 2, True, 12)),
+    (4096, 28672, 1, Tile("narrow", 8, 128, 1, 3, 8, 80, 2, True, 12)),
     (8192, 57344, 8, Tile("narrow", 8, 64, 4, 2, 4, 80, 3, True, 12)),
     (4096, 28672, 8, Tile("narrow", 8, 64, 1, 3, 4, 80, 3, True, 12)),
 ]

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from w4plugin.kernels import hopper, hopper_tiles
-from w4plugin.kernels.tiles import Problem
+from w4plugin.kernels.tiles import BUCKETS, Problem
 
 SHAPES = [
     (4096, 4096),
@@ -73,10 +73,15 @@ def test_constants_are_plain_values(m: int) -> None:
     assert json.loads(json.dumps(plan.options)) == plan.options
 
 
-def test_neighbouring_batches_take_the_same_tile() -> None:
-    """The same bits for a row whatever it rides with, inside a bucket."""
-    for low, high in ((1, 8), (9, 16), (17, 32), (33, 64), (65, 128), (129, 256)):
-        assert hopper_tiles.choose(problem(low, 4096, 4096)) == hopper_tiles.choose(problem(high, 4096, 4096))
+ALIKE = [(1, 8), (9, 16), (17, 32), (33, 64), (65, 96), (97, 128), (129, 160), (161, 192), (193, 256)]
+
+
+@pytest.mark.parametrize(("n", "k"), SHAPES)
+@pytest.mark.parametrize(("low", "high"), ALIKE)
+def test_neighbouring_batches_take_the_same_tile(low: int, high: int, n: int, k: int) -> None:
+    """The same bits for a row whatever it rides with, as long as no tile has more rows than all of them need."""
+    few = hopper_tiles.choose(problem(low, n, k))
+    assert all(hopper_tiles.choose(problem(m, n, k)) == few for m in range(low, high + 1))
 
 
 WAVES = [(448, 112, 4), (448, 132, 2), (132, 132, 1), (133, 132, 0), (96, 132, 0), (265, 132, 1), (1, 1, 1)]
@@ -124,25 +129,43 @@ def staged_size(m: int, n: int) -> tuple[int, int]:
     return tile.bm, tile.bn
 
 
-# K, N, M, and the tile that was fastest there by at least 3 % on an H200 (benchmarks/LOG.md, 33)
+# K, N, M, and the tile that was fastest there by at least 3 % on an H200 (benchmarks/LOG.md, 33 and 35)
 BETWEEN = [
     (4096, 6144, 384, (128, 128)),
-    (4096, 4096, 640, (128, 128)),
     (4096, 4096, 1152, (128, 128)),
-    (8192, 8192, 384, (128, 128)),
     (8192, 8192, 640, (128, 128)),
     (8192, 8192, 896, (128, 128)),
     (4096, 28672, 896, (128, 256)),
-    (14336, 4096, 768, (128, 128)),
     (14336, 4096, 896, (128, 256)),
     (3584, 18944, 640, (128, 256)),
     (3584, 18944, 896, (128, 256)),
+    # in two parts
+    (4096, 28672, 72, (96, 256)),
+    (28672, 8192, 96, (96, 256)),
+    (8192, 8192, 160, (160, 128)),
+    (14336, 4096, 160, (160, 128)),
+    (3584, 18944, 160, (160, 128)),
+    (4096, 6144, 176, (192, 64)),
+    (8192, 8192, 192, (192, 64)),
+    (28672, 8192, 192, (192, 128)),
+    (4096, 28672, 192, (192, 128)),
+    (4096, 6144, 320, (160, 128)),
+    (8192, 8192, 320, (160, 128)),
+    (4096, 28672, 300, (160, 128)),
+    (8192, 8192, 384, (192, 128)),
+    (4096, 4096, 384, (192, 64)),
+    (14336, 4096, 768, (192, 128)),
+    # not: few columns, few rows
+    (4096, 4096, 96, (128, 64)),
+    (4096, 6144, 96, (128, 64)),
+    (4096, 6144, 384, (128, 128)),
+    (4096, 28672, 768, (256, 128)),
 ]
 
 
 @pytest.mark.parametrize(("k", "n", "m", "best"), BETWEEN)
 def test_between_the_powers_of_two(k: int, n: int, m: int, best: tuple[int, int]) -> None:
-    """What was measured at the next power of two is no guide where so many rows make other tiles of 128."""
+    """What was measured at the next power of two is no guide where other tiles fit so many rows better."""
     tile = hopper_tiles.choose(problem(m, n, k))
     assert tile is not None
     assert (tile.bm, tile.bn) in {best, best[::-1]}
@@ -190,16 +213,36 @@ def test_rows_in_two_parts(bm: int, want: tuple[int, int]) -> None:
     assert hopper_tiles.two_parts(bm) == want
 
 
+@pytest.mark.parametrize("m", BUCKETS)
+@pytest.mark.parametrize(("n", "k"), SHAPES)
+def test_two_parts_stay_out_of_what_was_measured(m: int, n: int, k: int) -> None:
+    tile = hopper_tiles.choose(problem(m, n, k))
+    assert tile is not None
+    assert hopper_tiles.two_parts(tile.bm)[1] == 0
+
+
+@pytest.mark.parametrize(("bm", "warps"), [(160, 8), (192, 4)])
 @pytest.mark.parametrize("n", [4096, 6144, 18944, 28672])
-def test_tiles_in_two_parts_are_whole(n: int) -> None:
-    """Each program has as many of them, and they are never asked to share."""
-    tile = hopper_tiles._wide(160, 64, 4, 4, 168, 1, False, depth=4)
+def test_tiles_in_two_parts_share_too(bm: int, warps: int, n: int) -> None:
+    """With counters for both parts, and sums as large as both."""
+    tile = hopper_tiles._wide(bm, 16 * warps, 4, warps, 168, 1, False, depth=4)
     p = problem(300, n, 4096)
     programs = hopper_tiles.programs(tile, p)
-    assert 1 <= programs <= SMS
-    assert 2 * (n // 64) % programs == 0
+    assert 2 * programs * warps <= hopper_tiles.COUNTERS * SMS
     plan = hopper.make_plan(tile, p, torch.float16, asym=False, bias=False)
-    assert plan.share == 0
+    shared = plan.sizes[3] > 0
+    assert shared == (-(-300 // bm) * (n // tile.bn) % programs != 0)
+    assert plan.share == (2 * programs * bm * tile.bn if shared else 0)
+
+
+@pytest.mark.parametrize(("m", "rows"), [(1, 1), (2, 8), (8, 8)])
+def test_of_one_row_that_is_all_that_is_loaded(m: int, rows: int) -> None:
+    """TMA takes longer for seven rows that x does not have than for a chunk's words."""
+    p = problem(m, 4096, 4096)
+    tile = hopper_tiles.choose(p)
+    assert tile is not None
+    plan = hopper.make_plan(tile, p, torch.float16, asym=False, bias=False)
+    assert plan.layouts[0][0] == [2 * tile.depth, rows, 64]
 
 
 def test_a_tile_in_two_parts_wants_as_many_rows_as_its_rest() -> None:

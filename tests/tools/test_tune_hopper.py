@@ -52,4 +52,5 @@ def test_variants_fit_a_multiprocessor(tune: ModuleType) -> None:
         for tile in found:
             assert hopper_tiles.legal(tile, problem) == tile, tune.brief(tile)
             assert tile.stages <= hopper_tiles.deepest(tile.warps) or tile.kind == "narrow"
+            assert tile.bn >= 16 * tile.warps, "each warp has columns"
             assert tile.resident * 32 * (tile.warps + 4) * tile.registers <= tune.REGISTERS

@@ -139,10 +139,12 @@ def make_plan(tile: Tile | None, p: Problem, scale_dtype: torch.dtype, asym: boo
     def flat(bits: int, rank: int) -> Any:
         return gl.NVMMASharedLayout(swizzle_byte_width=0, element_bitwidth=bits, rank=rank)
 
-    x_box = [1, part, ROWS] if part else [2 * tile.unroll, tile.bm, ROWS]
+    one = hopper_tiles.one_row(tile, p)
+    x_box = [1, part, ROWS] if part else [2 * tile.unroll, 1 if one else tile.bm, ROWS]
+    x_layout = flat(16, 3) if one else gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=3)
     scales = ([rows, tile.bn], flat(8 * scale_dtype.itemsize, 2))
     layouts: tuple[tuple[list[int], Any], ...] = (
-        (x_box, gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=3)),
+        (x_box, x_layout),
         ([1 if tail else 2 * tile.unroll, tile.bn // COLUMNS, WORDS], flat(32, 3)),
         scales,
         ([rows, max(tile.bn, 128)], flat(8, 2)) if asym else scales,  # TMA writes at multiples of 128 bytes
@@ -166,7 +168,7 @@ def make_plan(tile: Tile | None, p: Problem, scale_dtype: torch.dtype, asym: boo
             bias,
             True,
             not tile.on_sum,
-            *([tile.staged, part, tail, rest] if tile.kind == "wide" else []),
+            *([tile.staged, part, tail, rest] if tile.kind == "wide" else [one]),
         ),
         options={"num_warps": tile.warps, "maxnreg": tile.registers, "launch_pdl": True},
         layouts=layouts,

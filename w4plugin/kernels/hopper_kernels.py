@@ -46,11 +46,23 @@ from w4plugin.kernels.hopper_weights import block_layout, factors, half_block, l
 
 
 @gluon.jit
+def load_rows(p_x, LAYOUT: gl.constexpr, BM: gl.constexpr, ONE: gl.constexpr):
+    """Columns of x as the right operand ``[columns, BM]``; of ONE row, ``p_x [columns]``, all BM are that."""
+    if ONE:
+        COLUMNS: gl.constexpr = p_x.shape[0]
+        b_row = p_x.load(gl.SliceLayout(1, LAYOUT))[:, None]
+        b_x, _ = gl.broadcast(b_row, gl.zeros([COLUMNS, BM], p_x.dtype, LAYOUT))
+    else:
+        b_x = p_x.permute((1, 0)).load(LAYOUT)
+    return b_x
+
+
+@gluon.jit
 def narrow_worker(
     s_words, s_x, s_scales, s_zeros, bias, out, partial, counters, M, N, steps, total, waves, sharing,
     tiles_m, tiles_n, band,
     BM: gl.constexpr, BN: gl.constexpr, UNROLL: gl.constexpr, STAGES: gl.constexpr, WARPS: gl.constexpr,
-    GROUPS: gl.constexpr, ASYM: gl.constexpr, BIAS: gl.constexpr, OVERLAP: gl.constexpr,
+    GROUPS: gl.constexpr, ASYM: gl.constexpr, BIAS: gl.constexpr, OVERLAP: gl.constexpr, ONE: gl.constexpr,
 ):  # fmt: skip
     DTYPE: gl.constexpr = s_x.dtype
     MMA: gl.constexpr = gl.NVMMADistributedLayout(version=[2, 0], warps_per_cta=[WARPS, 1], instr_shape=[16, 8])
@@ -76,13 +88,13 @@ def narrow_worker(
                         p_x = s_x.index(2 * unit + b)
                         b_part = b_words
                         if GROUPS == 4:
-                            p_x = p_x.slice(32 * c, 32, dim=1)
+                            p_x = p_x.slice(32 * c, 32, dim=0 if ONE else 1)
                             b_part = half_block(b_words, c, BN)
                         b_c, b_d, b_f = factors(
                             b_part, s_scales.index(group), s_zeros.index(group), BN, DTYPE, ASYM, False
                         )
                         b_a = operand(b_part, b_c, b_d, b_f, BN, 1 if GROUPS == 4 else 2, DTYPE, False, LEFT)
-                        dot = mma_v2(b_a, p_x.permute((1, 0)).load(RIGHT), dot)
+                        dot = mma_v2(b_a, load_rows(p_x, RIGHT, BM, ONE), dot)
                         if GROUPS > 1 or b == 1:
                             # the scale meets the float32 sum of its group: it rounds nothing and is never narrowed
                             b_scale = s_scales.index(group).load(gl.SliceLayout(1, MMA)).to(gl.float32)
@@ -113,11 +125,12 @@ def narrow_kernel(
     tiles_m, tiles_n, band, CHUNKS_A_GROUP,
     BM: gl.constexpr, BN: gl.constexpr, UNROLL: gl.constexpr, STAGES: gl.constexpr, WARPS: gl.constexpr,
     GROUPS: gl.constexpr, ASYM: gl.constexpr, BIAS: gl.constexpr, OVERLAP: gl.constexpr,
-    SCALED: gl.constexpr,
+    SCALED: gl.constexpr, ONE: gl.constexpr,
 ):  # fmt: skip
-    s_words, s_x, s_scales, s_zeros = stages(x, words, scales, zeros, BM, BN, UNROLL, STAGES, GROUPS, ASYM)
+    ROWS: gl.constexpr = 1 if ONE else BM
+    s_words, s_x, s_scales, s_zeros = stages(x, words, scales, zeros, ROWS, BN, UNROLL, STAGES, GROUPS, ASYM)
     u_words, u_x, u_scales, u_zeros = units(
-        s_words, s_x, s_scales, s_zeros, BM, BN, STAGES * UNROLL, GROUPS, ASYM, zeros.block_shape[1]
+        s_words, s_x, s_scales, s_zeros, ROWS, BN, STAGES * UNROLL, GROUPS, ASYM, zeros.block_shape[1]
     )
     full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     for i in gl.static_range(STAGES):
@@ -128,9 +141,9 @@ def narrow_kernel(
         [
             (narrow_worker, (u_words, u_x, u_scales, u_zeros, bias, out, partial, counters, M, N, steps, total, waves,
                              sharing, tiles_m, tiles_n, band, BM, BN, UNROLL, STAGES, WARPS, GROUPS, ASYM, BIAS,
-                             OVERLAP)),
+                             OVERLAP, ONE)),
             (loader, (x, words, scales, zeros, s_words, s_x, s_x, s_scales, s_zeros, full, M, steps, total, waves,
-                      sharing, tiles_m, tiles_n, band, CHUNKS_A_GROUP, BM, BN, UNROLL, STAGES, WARPS, GROUPS, ASYM,
+                      sharing, tiles_m, tiles_n, band, CHUNKS_A_GROUP, ROWS, BN, UNROLL, STAGES, WARPS, GROUPS, ASYM,
                       OVERLAP, 0, False, 0)),
             (messenger, (full, steps, total, waves, sharing, WARPS, STAGES)),
         ],
@@ -152,7 +165,7 @@ def wide_worker(
 ):  # fmt: skip
     """PIECES products a chunk; each operand is unpacked while the product before it runs.
 
-    With REST a tile has as many rows more than BM, with sums of their own: its tiles are whole, and not staged.
+    With REST a tile has as many rows more than BM, with sums of their own: its tiles are not staged.
     """
     DTYPE: gl.constexpr = s_x.dtype
     MMA: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[WARPS, 1], instr_shape=[16, BM, 16])
@@ -199,10 +212,19 @@ def wide_worker(
         sharer, until = sharers(i_shared, steps, total, sharing, i_visit >= waves)
         came = come(counters, sharer, until, BN * BM, WARPS)
         if REST > 0:
+            # sums and counters of the rest lie behind those of all programs' first parts
+            p_rest = partial + 2 * gl.num_programs(0) * (BN * BM)
+            c_rest = counters + gl.num_programs(0) * WARPS
+            came_rest = come(c_rest, sharer, until, BN * REST, WARPS)
             tile, tile_rest = warpgroup_mma_wait(0, deps=[acc, acc_rest])
-            o_rest = i_n * BN + gl.arange(0, BN, gl.SliceLayout(1, MMA_REST))
-            tile_rest = finish(tile_rest, bias, o_rest, N, BIAS, DTYPE, SCALED)
-            store_tile(tile_rest, out, i_n * BN, i_m * (BM + REST) + BM, M, N, BN, REST, DTYPE, PART)
+            tile_rest, whole_rest = sum_shares(
+                tile_rest, p_rest, c_rest, came_rest, i_shared, steps, total, sharing, sharer, until, BN, REST, WARPS,
+                MMA_REST,
+            )  # fmt: skip
+            if whole_rest:
+                o_rest = i_n * BN + gl.arange(0, BN, gl.SliceLayout(1, MMA_REST))
+                tile_rest = finish(tile_rest, bias, o_rest, N, BIAS, DTYPE, SCALED)
+                store_tile(tile_rest, out, i_n * BN, i_m * (BM + REST) + BM, M, N, BN, REST, DTYPE, PART)
         else:
             tile = warpgroup_mma_wait(0, deps=[acc]) if SCALED else acc
         sent = False

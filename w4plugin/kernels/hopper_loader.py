@@ -167,12 +167,16 @@ def units(
     """The same memory as it is read: a block of words, a block of x, the scales and zeros of one group."""
     WORDS: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=0, element_bitwidth=32, rank=2)
     X: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
+    ROW: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=0, element_bitwidth=16, rank=1)
     SCALES: gl.constexpr = gl.NVMMASharedLayout(
         swizzle_byte_width=0, element_bitwidth=s_scales.dtype.primitive_bitwidth, rank=1
     )
     BYTES: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=0, element_bitwidth=8, rank=1)
     words = reinterpret(s_words, gl.int32, [2 * UNITS, BN // 16, 128], WORDS)
-    x = reinterpret(s_x, s_x.dtype, [2 * UNITS, BM, 64], X)
+    if BM == 1:
+        x = reinterpret(s_x, s_x.dtype, [2 * UNITS, 64], ROW)
+    else:
+        x = reinterpret(s_x, s_x.dtype, [2 * UNITS, BM, 64], X)
     scales = reinterpret(s_scales, s_scales.dtype, [UNITS * GROUPS, BN], SCALES)
     zeros = reinterpret(s_zeros, gl.uint8, [UNITS * GROUPS, ZEROS], BYTES) if ASYM else scales
     return words, x, scales, zeros

@@ -4,7 +4,8 @@ Shapes near one of a table take what ``tools/tune`` measured there. The rule for
 an H200 (benchmarks/LOG.md). What they say, in short: decode likes few deep programs (two a multiprocessor, three stages
 of 512 rows) whose shares of K are whole and long; a program with a ragged share pays for two partial tiles; from 9 to
 64 rows wgmma with the scale on the sum leads, since it unpacks with the fewest instructions; above, products that never
-wait for each other hide the scaling of weights, and large tiles want their output stored by TMA.
+wait for each other hide the scaling of weights, and large tiles want their output stored by TMA. Measured are powers of
+two; between them a tile in two parts, of 96, 160 or 192 rows, is taken where it should be clearly faster.
 """
 
 from __future__ import annotations
@@ -44,6 +45,17 @@ LARGE = {(256, 128): 1.85, (128, 256): 1.87, (128, 128): 1.0}
 from the L2, and 256 rows unpack each word for twice as many products. By 42 points between the powers of two
 (benchmarks/LOG.md) what this chooses takes 0.4 % longer than the best of the three on average, 8 % at most."""
 
+BETWEEN = {(96, 256): 1.6, (160, 128): 1.25, (192, 128): 1.47, (192, 64): 0.84}
+"""The same of tiles in two parts, for rows that are nearer to theirs than to a power of two. By 70 points what is
+chosen with them takes 0.5 % longer than the best of all on average, 5 % at most."""
+
+TIMES = {**LARGE, **BETWEEN, (256, 64): 1.03, (128, 64): 0.61}
+"""The same of every tile that is compared with others, those of up to 256 rows included."""
+
+AHEAD = 0.93
+"""A tile in two parts is taken where it should need less than so much of the other's time: for few rows it is not
+products alone that take time."""
+
 MISSING, PRESENT = 15, 3
 """Cycles in which TMA writes a chunk's part of a row that x does not have, as 0, and of one that it has. Read off times
 between the powers of two: 256 x 64 with 96 rows missing took twice as long as with none (benchmarks/LOG.md, 33)."""
@@ -58,7 +70,7 @@ class Tile:
 
     Attributes:
         kind: "narrow" (mma.sync) or "wide" (wgmma).
-        bm: rows of x: a power of two; or (wide, scales on the weights, not staged, whole tiles alone) the sum of two.
+        bm: rows of x: a power of two; or (wide, scales on the weights, not staged) the sum of two.
         bn: columns of the weight.
         depth: chunks a stage (narrow) or products a chunk (wide: 2 or 4).
         stages: of the pipeline.
@@ -119,12 +131,22 @@ def choose(p: Problem) -> Tile | None:
     same = (entry["n"], entry["k"]) == (p.n, p.k) and entry["sms"] == p.sms
     if not same or -(-p.m // tile.bm) != -(-entry["m"] // tile.bm):
         tile = replace(tile, programs=0)
-    return legal(tile, p)
+    return _between(legal(tile, p), p)
 
 
 def by_rule(p: Problem) -> Tile | None:
     """The tile by the rule alone."""
-    return legal(_by_rows(p, narrow_layer=_columns(p, 128) <= 48), p)
+    return _between(legal(_by_rows(p, narrow_layer=_columns(p, 128) <= 48), p), p)
+
+
+def _between(tile: Tile | None, p: Problem) -> Tile | None:
+    """The tile, or one in two parts where x has rows for it and it should take less time. Buckets were measured."""
+    size = None if tile is None else (tile.bm, tile.bn)
+    if tile is None or tile.on_sum or size not in TIMES or p.m <= 64 or p.m == bucket(p.m):
+        return tile
+    tiles = [legal(_wide(bm, bn, 4, 4 if bn == 64 else 8, 168, 1, False, depth=4), p) for bm, bn in BETWEEN]
+    best = min((two for two in tiles if two is not None), key=lambda two: _time(two, p))
+    return best if _time(best, p) < AHEAD * _time(tile, p) else tile
 
 
 def legal(tile: Tile | None, p: Problem) -> Tile | None:
@@ -215,9 +237,9 @@ def _by_rows(p: Problem, narrow_layer: bool) -> Tile:
 
 
 def _time(tile: Tile, p: Problem) -> float:
-    """What the busiest program takes with one of the LARGE tiles, in chunks of 128 x 128."""
+    """What the busiest program takes with a tile whose chunks were timed, in chunks of 128 x 128."""
     tiles = _columns(p, tile.bn) * -(-p.m // tile.bm)
-    return _cheapest(tiles, programs(tile, p), steps(tile, p))[0] * LARGE[tile.bm, tile.bn]
+    return _cheapest(tiles, programs(tile, p), steps(tile, p))[0] * TIMES[tile.bm, tile.bn]
 
 
 def _columns(p: Problem, bn: int) -> int:
@@ -238,6 +260,14 @@ def two_parts(bm: int) -> tuple[int, int]:
     """The rows of a tile as a power of two and the rest, which is 0 where they are one."""
     first = 1 << bm.bit_length() - 1
     return first, bm - first
+
+
+def one_row(tile: Tile, p: Problem) -> bool:
+    """Whether x has one row, and that is all that is loaded of it: every row of the operand then is that one.
+
+    The seven that it does not have would take TMA twice as long as a chunk's words: 5 % of a call on large layers.
+    """
+    return tile.kind == "narrow" and p.m == 1
 
 
 def edges(tile: Tile, p: Problem, shared: bool) -> tuple[bool, int]:
@@ -261,19 +291,21 @@ def edges(tile: Tile, p: Problem, shared: bool) -> tuple[bool, int]:
     return tail, part if rest or tail or slow else 0
 
 
+def most_programs(tile: Tile, sms: int) -> int:
+    """How many programs have counters: one for each warp, and one more where a tile is in two parts."""
+    return COUNTERS * sms // (tile.warps * (2 if two_parts(tile.bm)[1] else 1))
+
+
 def programs(tile: Tile, p: Problem) -> int:
     """How many programs share the work.
 
     Whole shares where tiles are fewer than the programs that fit: every tile gets the same number of programs.
     Otherwise, or where that leaves too much of the device idle, as many as fit, or as take least by :func:`division`.
-    Tiles in two parts are never shared: as many programs as divide them.
     """
     tiles = _columns(p, tile.bn) * -(-p.m // tile.bm)
-    counted = COUNTERS * p.sms // tile.warps
+    counted = most_programs(tile, p.sms)
     slots = min(p.sms * tile.resident, counted)
     divisors = [n for n in range(1, slots + 1) if tiles % n == 0]
-    if two_parts(tile.bm)[1]:
-        return divisors[-1]
     if tile.programs:
         return min(tile.programs, tiles * steps(tile, p), counted)
     most = max(1, steps(tile, p) * tile.unroll // tile.shortest)
@@ -304,7 +336,8 @@ def _cheapest(tiles: int, programs: int, steps: int) -> tuple[float, int, int]:
     whole, left = divmod(tiles, programs)
     if not left:
         return whole * steps, whole, programs
-    equal = tiles * steps / programs + RUNS[0] + RUNS[1] * steps, max(whole - 1, 0), programs
+    each, a_step = PARTS if programs % tiles == 0 else RUNS
+    equal = tiles * steps / programs + each + a_step * steps, max(whole - 1, 0), programs
     if not whole:
         return equal
     parts = min(MOST, programs // left)
