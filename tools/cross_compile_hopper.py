@@ -45,8 +45,11 @@ def variants() -> Iterator[Variant]:
     """Each tile in float16 symmetric and bfloat16 asymmetric; one of each kernel with every kind of group and scale."""
     rows = (*BUCKETS, 640, 96, 160, 192)  # and where 128 rows at a time leave fewer over than 256, or two parts do
     problems = (Problem(m, n, k, 128, True, "sm_90", 132) for (k, n), m in itertools.product(SHAPES, rows))
-    choices = ((hopper_tiles.choose(p), hopper_tiles.by_rule(p)) for p in problems)
-    chosen = (tile for both in choices for tile in both if tile is not None)
+    choices = (
+        (hopper_tiles.choose(p), hopper_tiles.choose(replace(p, bfloat16=True)), hopper_tiles.by_rule(p))
+        for p in problems
+    )
+    chosen = (tile for each in choices for tile in each if tile is not None)
     # what a launch alone depends on makes no other code; of pipelines the deepest needs the most shared memory
     tiles = list(
         {replace(t, stages=0, resident=0, programs=0): t for t in sorted(chosen, key=lambda t: t.stages)}.values()

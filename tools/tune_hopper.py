@@ -214,7 +214,8 @@ def tune_shape(k: int, n: int, ms: list[int], a: argparse.Namespace, usable: set
         x = torch.randn(m, k, device="cuda").to(dtype)
         point = Point(x, (x @ dense.t()).float(), weights, group, a.ms, a.rest_ms)
         p = portable.problem(x, q.scales, None, n, group)
-        rule = hopper_tiles.by_rule(p)
+        # what bfloat16 gets an entry for must be faster than float16's
+        rule = hopper_tiles.choose(replace(p, bfloat16=False)) if p.bfloat16 else hopper_tiles.by_rule(p)
         fitting = [t for t in variants(m) if t in usable and hopper_tiles.legal(t, p) == t]
         first = [replace(t, programs=hopper_tiles.programs(t, p)) for t in fitting]
         rows = point.best(first)
@@ -238,6 +239,8 @@ def tune_shape(k: int, n: int, ms: list[int], a: argparse.Namespace, usable: set
             + "; ".join(f"{t:.2f} {brief(v)}" for t, v in final),
             flush=True,
         )
+        if p.bfloat16 and tile == rule:
+            continue
         yield {
             "m": m, "n": n, "k": k, "tile": None if tile is None else asdict(tile), "us": round(us, 2),
             "rule_us": round(ruled, 2), "blas_us": round(blas, 2),
@@ -251,7 +254,8 @@ def entries(shapes: list[tuple[int, int]], ms: list[int], a: argparse.Namespace,
     found = {}
     for tile, m, (k, n) in itertools.product(tiles, ms, shapes):
         p = Problem(m, n, k, group_of(k, a), True, "sm_90", 132)
-        found[tile, hopper_tiles.edges(tile, p, shared=False), p.group] = (tile, m, k % hopper_tiles.CHUNK, p.group)
+        kind = hopper_tiles.edges(tile, p, shared=False), hopper_tiles.one_row(tile, p)
+        found[tile, kind, p.group] = (tile, m, k % hopper_tiles.CHUNK, p.group)
     jobs = [(*job, a.dtype, a.asym) for job in found.values()]
     usable = set(tiles)
     for (tile, *_), broken in zip(jobs, pool.map(compile_one, jobs, chunksize=1), strict=True):

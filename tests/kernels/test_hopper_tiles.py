@@ -34,8 +34,9 @@ def problem(m: int, n: int, k: int, group: int = 128, narrow: bool = True) -> Pr
 @pytest.mark.parametrize("m", ROWS)
 @pytest.mark.parametrize(("n", "k"), SHAPES)
 @pytest.mark.parametrize(("group", "narrow"), [(128, True), (64, True), (32, True), (0, True), (128, False)])
-def test_every_choice_is_one_the_kernels_take(m: int, n: int, k: int, group: int, narrow: bool) -> None:
-    p = problem(m, n, k, group, narrow)
+@pytest.mark.parametrize("bfloat16", [False, True])
+def test_every_choice_is_one_the_kernels_take(m: int, n: int, k: int, group: int, narrow: bool, bfloat16: bool) -> None:
+    p = dataclasses.replace(problem(m, n, k, group, narrow), bfloat16=bfloat16)
     tile = hopper_tiles.choose(p)
     if tile is None:
         assert m > 512
@@ -115,6 +116,24 @@ def test_runs_where_parts_take_longer() -> None:
     assert hopper_tiles.division(199, 132, 224, even=True) == (0, 132)
 
 
+def test_bfloat16_has_entries_of_its_own() -> None:
+    """Each names what float16 takes there no longer, and is nobody else's."""
+    common = {(e["m"], e["n"], e["k"]): e["tile"] for e in hopper_tiles.table("sm_90")}
+    own = {(e["m"], e["n"], e["k"]): e["tile"] for e in hopper_tiles.table("sm_90", bfloat16=True)}
+    assert set(own) >= set(common)
+    other = [key for key in own if own[key] != common.get(key)]
+    assert other
+    for m, n, k in other:
+        group = 128 if k % 128 == 0 else 64
+        p = problem(m, n, k, group)
+        b = dataclasses.replace(p, bfloat16=True)
+        tile = hopper_tiles.choose(b)
+        assert tile is not None
+        assert dataclasses.asdict(tile) == own[m, n, k]
+        assert tile != hopper_tiles.choose(p)
+        assert hopper_tiles.programs(tile, b) == hopper_tiles.programs(tile, p)
+
+
 def test_many_rows_take_the_widest_tile_that_fills_the_device() -> None:
     """1024 rows: 896 tiles of 256 x 128 are seven waves of 128; of 192 every other wave would be half empty."""
     assert staged_size(1024, 28672) == (256, 128)
@@ -159,6 +178,7 @@ BETWEEN = [
     (4096, 4096, 96, (128, 64)),
     (4096, 6144, 96, (128, 64)),
     (4096, 6144, 384, (128, 128)),
+    (4096, 6144, 448, (128, 128)),
     (4096, 28672, 768, (256, 128)),
 ]
 

@@ -144,7 +144,8 @@ def _between(tile: Tile | None, p: Problem) -> Tile | None:
     size = None if tile is None else (tile.bm, tile.bn)
     if tile is None or tile.on_sum or size not in TIMES or p.m <= 64 or p.m == bucket(p.m):
         return tile
-    tiles = [legal(_wide(bm, bn, 4, 4 if bn == 64 else 8, 168, 1, False, depth=4), p) for bm, bn in BETWEEN]
+    sizes = [(bm, bn) for bm, bn in BETWEEN if bm > 128 or p.m <= bm]  # more of 96 rows read words too often
+    tiles = [legal(_wide(bm, bn, 4, 4 if bn == 64 else 8, 168, 1, False, depth=4), p) for bm, bn in sizes]
     best = min((two for two in tiles if two is not None), key=lambda two: _time(two, p))
     return best if _time(best, p) < AHEAD * _time(tile, p) else tile
 
@@ -181,19 +182,24 @@ def lends(bm: int) -> bool:
 
 
 @functools.cache
-def table(arch: str) -> list[dict[str, Any]]:
-    """The measured entries of an architecture, empty where nobody measured."""
-    file = resources.files("w4plugin.kernels") / "tables" / f"hopper_{arch}.json"
-    if not file.is_file():
-        return []
-    measured = json.loads(file.read_text())
-    return [{**entry, "sms": measured["sms"]} for entry in measured["entries"]]
+def table(arch: str, bfloat16: bool = False) -> list[dict[str, Any]]:
+    """The measured entries of an architecture, empty where nobody measured.
+
+    They are float16's; bfloat16 has its own where another tile was faster by more than runs scatter.
+    """
+    found = {}
+    for name in [arch, f"{arch}_bfloat16"] if bfloat16 else [arch]:
+        file = resources.files("w4plugin.kernels") / "tables" / f"hopper_{name}.json"
+        if file.is_file():
+            measured = json.loads(file.read_text())
+            found.update({(e["m"], e["n"], e["k"]): {**e, "sms": measured["sms"]} for e in measured["entries"]})
+    return list(found.values())
 
 
 def _nearest(p: Problem) -> dict[str, Any] | None:
     """The entry of the same bucket of M whose shape is nearest, if N and K together are within a factor of NEAR."""
-    rows = bucket(p.m)
-    found = [(abs(math.log(e["n"] / p.n)) + abs(math.log(e["k"] / p.k)), e) for e in table(p.arch) if e["m"] == rows]
+    entries = [e for e in table(p.arch, p.bfloat16) if e["m"] == bucket(p.m)]
+    found = [(abs(math.log(e["n"] / p.n)) + abs(math.log(e["k"] / p.k)), e) for e in entries]
     distance, entry = min(found, key=lambda pair: pair[0], default=(math.inf, None))
     return entry if distance <= math.log(NEAR) else None
 

@@ -175,7 +175,8 @@ def problem(x: Tensor, scales: Tensor, g_idx: Tensor | None, n: int, group_size:
     where = device.target(x.device, x.dtype)
     group = 0 if _by_row(g_idx) or group_size >= k else group_size
     sms = device.multiprocessors(where.device)
-    return Problem(max(m, 1), n, k, group, scales.dtype == x.dtype, where.arch, sms, _by_row(g_idx))
+    narrow, bfloat16 = scales.dtype == x.dtype, x.dtype == torch.bfloat16
+    return Problem(max(m, 1), n, k, group, narrow, where.arch, sms, _by_row(g_idx), bfloat16)
 
 
 def make_plan(p: Problem, tile: Tile | None, *, asym: bool, bias: bool, counters: bool) -> Plan:

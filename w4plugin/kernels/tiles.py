@@ -61,6 +61,7 @@ class Problem:
         arch: as in ``Target``.
         sms: multiprocessors.
         by_row: every row names its own group.
+        bfloat16: x is; unpacking takes more instructions than to float16.
     """
 
     m: int
@@ -71,6 +72,7 @@ class Problem:
     arch: str
     sms: int
     by_row: bool = False
+    bfloat16: bool = False
 
 
 def span(group: int, unroll: int) -> int:
