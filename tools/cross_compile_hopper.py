@@ -15,7 +15,7 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.experimental.gluon._runtime import GluonASTSource
 
-from w4plugin.kernels import hopper, hopper_tiles
+from w4plugin.kernels import hopper, hopper_requests, hopper_tiles
 from w4plugin.kernels.hopper_tiles import Tile
 from w4plugin.kernels.tiles import BUCKETS, Problem
 
@@ -61,7 +61,7 @@ def variants() -> Iterator[Variant]:
             yield Variant(tile, m=1)
             yield Variant(tile, dtype=torch.bfloat16, scales=torch.bfloat16, asym=True, m=1)
         more = tile.bm + 1  # rows that are no whole tiles; and half a chunk at the end of K, where no tile is shared
-        if hopper_tiles.edges(tile, Problem(more, 4096, 4096, 128, True, "sm_90", 132), shared=False)[1]:
+        if hopper_requests.edges(tile, Problem(more, 4096, 4096, 128, True, "sm_90", 132), shared=False)[1]:
             yield Variant(tile, m=more)
         if tile.kind == "wide" and not tile.on_sum:
             whole = replace(_fitting(tile, 64), programs=1)

@@ -22,7 +22,7 @@ import torch
 from graph_timing import cold_copies, microseconds
 
 from w4plugin import kernels
-from w4plugin.kernels import device, hopper, hopper_tiles, portable
+from w4plugin.kernels import device, hopper, hopper_requests, hopper_tiles, portable
 from w4plugin.kernels.hopper_tiles import Tile
 from w4plugin.kernels.tiles import Problem
 from w4plugin.tensor import W4Tensor
@@ -254,7 +254,7 @@ def entries(shapes: list[tuple[int, int]], ms: list[int], a: argparse.Namespace,
     found = {}
     for tile, m, (k, n) in itertools.product(tiles, ms, shapes):
         p = Problem(m, n, k, group_of(k, a), True, "sm_90", 132)
-        kind = hopper_tiles.edges(tile, p, shared=False), hopper_tiles.one_row(tile, p)
+        kind = hopper_requests.edges(tile, p, shared=False), hopper_requests.one_row(tile, p)
         found[tile, kind, p.group] = (tile, m, k % hopper_tiles.CHUNK, p.group)
     jobs = [(*job, a.dtype, a.asym) for job in found.values()]
     usable = set(tiles)

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from w4plugin.kernels import device, grouping, hopper_launch, hopper_tiles, portable
+from w4plugin.kernels import device, grouping, hopper_launch, hopper_requests, hopper_tiles, portable
 from w4plugin.kernels.backend import Backend, Prepared, Target
 from w4plugin.kernels.fragments import COLUMNS, ROWS, WORDS
 from w4plugin.kernels.hopper_launch import View
@@ -129,7 +129,7 @@ def make_plan(tile: Tile | None, p: Problem, scale_dtype: torch.dtype, asym: boo
     programs = min(hopper_tiles.programs(tile, p), tiles * steps)
     waves, sharing = hopper_tiles.division(tiles, programs, steps, even=not tile.on_sum)
     total = (tiles - waves * programs) * steps
-    tail, part = hopper_tiles.edges(tile, p, shared=total > 0)
+    tail, part = hopper_requests.edges(tile, p, shared=total > 0)
     first, rest = hopper_tiles.two_parts(tile.bm)
     if rest and not part:
         raise ValueError(f"x of {p.m} rows for a tile of {first} and {rest}: it takes {rest} rows at least")
@@ -139,7 +139,7 @@ def make_plan(tile: Tile | None, p: Problem, scale_dtype: torch.dtype, asym: boo
     def flat(bits: int, rank: int) -> Any:
         return gl.NVMMASharedLayout(swizzle_byte_width=0, element_bitwidth=bits, rank=rank)
 
-    one = hopper_tiles.one_row(tile, p)
+    one = hopper_requests.one_row(tile, p)
     x_box = [1, part, ROWS] if part else [2 * tile.unroll, 1 if one else tile.bm, ROWS]
     x_layout = flat(16, 3) if one else gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=3)
     scales = ([rows, tile.bn], flat(8 * scale_dtype.itemsize, 2))

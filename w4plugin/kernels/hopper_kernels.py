@@ -12,7 +12,7 @@ that are left the first S programs walk the share ``pid * T / S .. (pid + 1) * T
 the device evenly; where S is a multiple of those tiles, each is cut into as many parts and no program has two.
 A tile that several programs share is summed in the order of those programs, by whichever arrives last: the same bits
 every time. A whole tile leaves through shared memory, by TMA, where STAGED. Where PART is given, x comes in parts of as
-many rows, which never reach past its end (hopper_loader.load_parts).
+many rows, which never reach past its end (hopper_loader.load_parts); of ONE row that is all that comes.
 
 ``narrow_kernel`` multiplies with mma.sync (few rows of x), ``wide_kernel`` with wgmma. A chunk is 128 rows of W: two
 blocks of 64. Units of a stage: UNROLL chunks.
