@@ -8,7 +8,7 @@ import json
 import pytest
 import torch
 
-from w4plugin.kernels import hopper, hopper_tiles
+from w4plugin.kernels import hopper, hopper_tiles, portable
 from w4plugin.kernels.tiles import BUCKETS, Problem
 
 SHAPES = [
@@ -132,6 +132,13 @@ def test_bfloat16_has_entries_of_its_own() -> None:
         assert dataclasses.asdict(tile) == own[m, n, k]
         assert tile != hopper_tiles.choose(p)
         assert hopper_tiles.programs(tile, b) == hopper_tiles.programs(tile, p)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_what_a_choice_depends_on_names_bfloat16(dtype: torch.dtype) -> None:
+    p = portable.problem(torch.zeros(3, 128, dtype=dtype), torch.zeros(1, 16, dtype=dtype), None, 16, 128)
+    assert p.bfloat16 == (dtype == torch.bfloat16)
+    assert p.narrow
 
 
 def test_many_rows_take_the_widest_tile_that_fills_the_device() -> None:
