@@ -29,7 +29,7 @@ from w4plugin.tensor import W4Tensor
 
 Entry = dict[str, Any]
 REGISTERS = 65536
-BETWEEN = (96, 160, 192)
+BETWEEN = sorted({bm for bm, _ in hopper_tiles.BETWEEN})
 """Rows of a tile that are no power of two, for x that fills them better."""
 SCATTER = 1.015
 """How far medians of one tile differ between runs, as a ratio."""

@@ -8,11 +8,6 @@ import torch
 from w4plugin.kernels import hopper, hopper_requests, hopper_tiles
 from w4plugin.kernels.tiles import Problem
 
-
-def problem(m: int, n: int, k: int, group: int = 128) -> Problem:
-    return Problem(m, n, k, group, True, "sm_90", 132)
-
-
 EDGES = [
     # tile, rows, K, whether tiles are shared -> half a chunk at the end, rows of parts of x inside its bounds
     ((128, 128, False), 1024, 4096, False, (False, 0)),
@@ -36,15 +31,15 @@ EDGES = [
 def test_edges(size: tuple[int, int, bool], m: int, k: int, shared: bool, want: tuple[bool, int]) -> None:
     bm, bn, on_sum = size
     tile = hopper_tiles._wide(bm, bn, 4, 8, 168, 1, on_sum)
-    assert hopper_requests.edges(tile, problem(m, 4096, k, 64), shared) == want
+    assert hopper_requests.edges(tile, Problem(m, 4096, k, 64, True, "sm_90", 132), shared) == want
     narrow = hopper_tiles._narrow(16, 64, 4, 3, 4, 128)
-    assert hopper_requests.edges(narrow, problem(9, 4096, k, 64), shared) == (False, 0)
+    assert hopper_requests.edges(narrow, Problem(9, 4096, k, 64, True, "sm_90", 132), shared) == (False, 0)
 
 
 @pytest.mark.parametrize(("m", "rows"), [(1, 1), (2, 8), (8, 8)])
 def test_of_one_row_that_is_all_that_is_loaded(m: int, rows: int) -> None:
     """TMA takes longer for seven rows that x does not have than for a chunk's words."""
-    p = problem(m, 4096, 4096)
+    p = Problem(m, 4096, 4096, 128, True, "sm_90", 132)
     tile = hopper_tiles.choose(p)
     assert tile is not None
     plan = hopper.make_plan(tile, p, torch.float16, asym=False, bias=False)

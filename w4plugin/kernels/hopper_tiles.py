@@ -137,8 +137,7 @@ def by_rule(p: Problem) -> Tile | None:
 
 def _between(tile: Tile | None, p: Problem) -> Tile | None:
     """The tile, or one in two parts where x has rows for it and it should take less time. Buckets were measured."""
-    size = None if tile is None else (tile.bm, tile.bn)
-    if tile is None or tile.on_sum or size not in TIMES or p.m <= 64 or p.m == bucket(p.m):
+    if tile is None or tile.on_sum or (tile.bm, tile.bn) not in TIMES or p.m <= 64 or p.m == bucket(p.m):
         return tile
     sizes = [(bm, bn) for bm, bn in BETWEEN if bm > 128 or p.m <= bm]  # more of 96 rows read words too often
     tiles = [legal(_wide(bm, bn, 4, 4 if bn == 64 else 8, 168, 1, False, depth=4), p) for bm, bn in sizes]
