@@ -90,7 +90,7 @@ def test_float32_activations(case: Case, device: torch.device) -> None:
 @pytest.mark.parametrize("dtype", [F16, BF16], ids=str)
 @pytest.mark.parametrize("case", LARGE, ids=str)
 def test_large_sizes(case: Case, dtype: torch.dtype, device: torch.device) -> None:
-    run(case, [1, 3, 8, 16, 33, 64, 72, 100, 128, 150, 190, 256, 513, 1024, 2100], dtype, device, bias=True)
+    run(case, [1, 3, 8, 16, 33, 64, 72, 100, 128, 150, 190, 256, 320, 513, 1024, 2100], dtype, device, bias=True)
 
 
 @pytest.mark.parametrize("m", [1, 8, 16, 33, 128])
